@@ -10,7 +10,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from decode.files import write_safely
 from distill import ranks
 from distill.files import free_bytes, remove
 
+Item = TypeVar("Item")
 Ints = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 Shapes = dict[str, tuple[tuple[int, ...], str]]
@@ -29,7 +30,7 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 Values = Mapping[str, NDArray[Any]]
 """The rows of a text in each column."""
 TEXTS, BYTES = 64, 1 << 28
-"""A shard ends with this many texts, or before the text that would exceed this many bytes."""
+"""A shard has this many texts at most, and no more bytes than these unless it is one text's."""
 TEXT_IDS: Shapes = {"ids": ((), "int32")}
 """The column of texts that a model writes."""
 OPENED = 128  # shards that a process holds open
@@ -104,11 +105,9 @@ class Kept:
     def put(self, key: int, values: Values) -> None:
         """Add a text, which is on disk when its shard is full or after `flush`. Threads may call it at once."""
         with self._lock:
-            size = sum(value.nbytes for _, text in self._waiting for value in text.values())
-            if self._waiting and size + sum(value.nbytes for value in values.values()) > BYTES:
-                self.flush()
             self._waiting.append((key, values))
-            if len(self._waiting) == TEXTS:
+            size = sum(value.nbytes for _, text in self._waiting for value in text.values())
+            if len(self._waiting) == TEXTS or size > BYTES:
                 self.flush()
 
     def flush(self) -> None:
@@ -118,73 +117,71 @@ class Kept:
             OSError: The disk is full.
         """
         with self._lock:
-            if not self._waiting:
-                return
-            keys = np.array([key for key, _ in self._waiting], np.uint64)
-            shard = {"keys": keys}
-            for name, (shape, kind) in self.shapes.items():
-                parts = [np.asarray(values[name], kind).reshape(-1, *shape) for _, values in self._waiting]
-                shard[name], shard[f"{name}.ends"] = np.concatenate(parts), np.cumsum(list(map(len, parts)))
-            if self.folder is None:
-                self._add(shard, keys)
-            else:
-                # of all its texts: another shard may begin with a text that is in both
-                path = self.folder / f"{blake2b(keys.tobytes(), digest_size=8).hexdigest()}.safetensors"
-                write_safely(path, lambda file: save_file(shard, file))
-                self._add(path, keys)
+            if self._waiting:
+                self.write(self._waiting)
             self._waiting = []
 
-    def rows(self, name: str, place: int) -> NDArray[Any]:
-        """The rows ``[rows, *shape]`` of a column of the text at a place (see `find`)."""
-        shard, number = divmod(int(place), PLACES)
-        read, ends = self._opened(shard)
-        start, end = int(ends[name][number - 1]) if number else 0, int(ends[name][number])
-        shape, kind = self.shapes[name]
-        return read(name, start, end) if end > start else np.zeros((0, *shape), kind)
-
-    def text(self, key: int) -> list[int]:
-        """The ids of a text of `TEXT_IDS`.
+    def write(self, texts: Sequence[tuple[int, Values]]) -> None:
+        """Write a shard of these texts by their keys.
 
         Raises:
-            KeyError: It is not there.
+            OSError: The disk is full.
+        """
+        keys = np.array([key for key, _ in texts], np.uint64)
+        shard = {"keys": keys}
+        for name, (shape, kind) in self.shapes.items():
+            parts = [np.asarray(values[name], kind).reshape(-1, *shape) for _, values in texts]
+            shard[name], shard[f"{name}.ends"] = np.concatenate(parts), np.cumsum(list(map(len, parts)))
+        with self._lock:
+            if self.folder is None:
+                self._add(shard, keys)
+                return
+            # of all its texts: another shard may begin with a text that is in both
+            path = self.folder / f"{blake2b(keys.tobytes(), digest_size=8).hexdigest()}.safetensors"
+            write_safely(path, lambda file: save_file(shard, file))
+            self._add(path, keys)
+
+    def get(self, name: str, key: int | np.uint64) -> NDArray[Any]:
+        """The rows ``[rows, *shape]`` of a column of a text.
+
+        Raises:
+            KeyError: The text is missing.
         """
         if (place := int(self.find(np.array([key], np.uint64))[0])) < 0:
             raise KeyError(key)
-        ids: list[int] = self.rows("ids", place).tolist()
-        return ids
+        shard, number = divmod(place, PLACES)
+        column = self._opened(shard)
+        start, end = [0, *column(f"{name}.ends")[max(0, number - 1) : number + 1]][-2:]
+        shape, kind = self.shapes[name]
+        return column(name)[start:end] if end > start else np.zeros((0, *shape), kind)
 
-    def _open(self, number: int) -> tuple[Callable[[str, int, int], NDArray[Any]], Values]:
+    def _open(self, number: int) -> Callable[[str], Any]:
+        """What gives a column of a shard, of which slices are read."""
         shard = self.shards[number]
-        if isinstance(shard, Mapping):
-            return lambda name, start, end: shard[name][start:end], {
-                name: shard[f"{name}.ends"] for name in self.shapes
-            }
-        file: Any = safe_open(shard, "numpy")
-        ends = {name: file.get_tensor(f"{name}.ends") for name in self.shapes}
-        return lambda name, start, end: file.get_slice(name)[start:end], ends
+        return shard.__getitem__ if isinstance(shard, Mapping) else safe_open(shard, "numpy").get_slice
 
     # -- sharing the work ---------------------------------------------------------------------------------------------
 
-    def share(self, groups: Sequence[Keys], size: int, advice: str = "", *, alone: bool = False) -> list[int]:
-        """The numbers of this process's groups of texts: those of which a text is missing, dealt out by stride.
+    def share(self, work: Sequence[Item], size: int = 0, advice: str = "", *, alone: bool = False) -> Sequence[Item]:
+        """This process's part of what is to be computed, which is dealt out by stride.
 
-        ``size`` is the bytes of all texts that are missing, for every process together. ``alone``: the first process
-        has all groups.
+        ``size`` is the bytes that all processes together will write. ``alone``: the first process has all of it.
 
         Raises:
             UserError: The disk has no room for them.
         """
-        unfinished = [number for number, keys in enumerate(groups) if (self.find(keys) < 0).any()]
         if self.folder is None:
-            return unfinished
-        free = ranks.exchange(free_bytes(self.folder))[0]  # which also waits until all have looked
-        if unfinished and size > free:
+            return work
+        free = ranks.exchange(free_bytes(self.folder))[0]  # which also waits until all have looked what is missing
+        if work and size > free:
             needs = f"{self.folder} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there"
             raise UserError(f"{needs}: free some space{advice}")
-        return unfinished[ranks.rank() :: 1 if alone else ranks.world()] if ranks.is_first() or not alone else []
+        if alone:
+            return work if ranks.is_first() else []
+        return work[ranks.rank() :: ranks.world()]
 
-    def join(self, keys: Keys) -> Ints:
-        """Wait for all processes; where the texts are.
+    def join(self, keys: Keys) -> None:
+        """Write what waits, and wait for all processes.
 
         Raises:
             UserError: A text is missing, because processes see different folders.
@@ -193,17 +190,17 @@ class Kept:
         if self.folder is not None:
             ranks.barrier()
             self.scan()
-        if (places := self.find(keys)).min(initial=0) < 0:
+        if (self.find(keys) < 0).any():
             raise UserError(f"{self.folder} is not seen alike by all processes: give all of them the same output_dir")
-        return places
 
 
-def by_tokens(numbers: Ints, lengths: Ints, most: int) -> Iterator[Ints]:
-    """Batches of texts, the longest first, none of more than ``most`` tokens with its padding but a single text."""
-    order = numbers[np.argsort(-lengths, kind="stable")]
-    lengths = -np.sort(-lengths)
-    start = 0
+def by_tokens(lengths: Ints, most: int) -> Iterator[Ints]:
+    """The numbers of texts in batches for a shard each, the longest first.
+
+    None has more than ``most`` tokens with its padding, but for a single text.
+    """
+    order, start = np.argsort(-lengths, kind="stable"), 0
     while start < len(order):
-        end = start + max(1, most // max(1, int(lengths[start])))
+        end = start + max(1, min(TEXTS, most // max(1, int(lengths[order[start]]))))
         yield order[start:end]
         start = end

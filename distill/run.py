@@ -6,7 +6,7 @@ from the same inputs, and whose files have the sizes that they were written with
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -36,7 +36,8 @@ from distill.config import Settings
 from distill.config.base import Values
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
-from distill.data.prompts import Continue, PromptWriter, continued_by, continued_here
+from distill.data.prompts import BATCH, SAMPLING, PromptWriter
+from distill.data.writing import Write, written_by, written_here
 from distill.engine import PROTOCOLS
 from distill.engine.check import SAMPLED, check_samples, check_states, holds
 from distill.engine.servers import Engine
@@ -194,13 +195,13 @@ class Run:
                     raise UserError(unknown)
         return corpus
 
-    def _prompt_writer(self, model: str) -> Continue:
+    def _prompt_writer(self, model: str, ends: Collection[int]) -> Write:
+        seed = self.settings.seed
         if self.settings.teacher.served:
-            return partial(continued_by, self.engine, self.settings.seed)
-        target, device = self.settings.target, self.device  # one that is trained answers before it is
-        return partial(
-            continued_here, self.frozen if self.as_it_is else open_frozen(target, model, device), self.settings.seed
-        )
+            return partial(written_by, self.engine, SAMPLING, ends, min(ends), seed)
+        # a target that is trained answers before it is
+        target = self.frozen if self.as_it_is else open_frozen(self.settings.target, model, self.device)
+        return partial(written_here, target, SAMPLING, ends, (seed, 5), BATCH)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -314,7 +315,7 @@ class Run:
         """Compare the engine on eight texts with the target's files, and with transformers where it can be held."""
         rows, dtype = Examples.of(self.examples, 8), self.settings.target.dtype
         longest = min(128, self.settings.data.max_length - 1)  # a token is written after each
-        texts = [rows.ids[rows.span(number)][:longest].tolist() for number in range(len(rows))]
+        texts = [rows.text(number)[0][:longest].tolist() for number in range(len(rows))]
         whole = (lambda: self.frozen) if holds(self.target, self.device) else None
         parts = self.target_parts().to(DTYPES[dtype])
         check_states(files, parts, [ids for ids in texts if len(ids) > 1], dtype, whole, self.line)

@@ -364,7 +364,7 @@ def mean_tail(examples: Examples) -> float:
     """Return the mean probability that the kept top ids leave to all others; bounds the error of α."""
     inside = 0.0
     for number in range(len(examples)):
-        log_p = np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
+        log_p = np.ascontiguousarray(examples.values(TOPK, number)[:, 1]).view(np.float32)
         inside += float(np.exp(log_p).sum(dtype=np.float64))
     return max(0.0, 1 - inside / max(1, examples.label_count))
 

@@ -6,9 +6,10 @@ the target's top-p set (AdaSPEED, section 3.2). p and q are warped as decoding w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,22 +19,15 @@ from decode.core.verify import pick, ratio
 from decode.errors import UserError
 from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
+from decode.models.texts import GROUP
 from distill import ranks
-from distill.config.teacher import ResponseSettings
 from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
+from distill.data.writing import Job, Write, written_by, written_here
 from distill.files import fingerprint
 from distill.fingerprints import inputs
 from distill.kept import TEXT_IDS, Kept
-from distill.responses.target import (
-    Answer,
-    Job,
-    Jobs,
-    answered_by_engine,
-    answered_here,
-    ends_with,
-    write_responses,
-)
+from distill.responses.target import ends_with, write_answers
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
@@ -86,7 +80,7 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     Raises:
         UserError: A split has no prompt.
     """
-    target, how = run.record("target"), ResponseSettings(batch_size=run.settings.teacher.responses.batch_size)
+    target, batch_size = run.record("target"), run.settings.teacher.responses.batch_size
     assert target is not None
     limit = context_of(model.config.get_text_config())
     made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
@@ -101,16 +95,18 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
         if not prompts:
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
         ends = sorted(stop_ids(model, run.tokenizer))
-        answer: Answer = partial(answered_here, model, mode.warp, how.batch_size, seed, set(ends))
+        write: Write = partial(written_here, model, mode.warp, ends, (seed, 0), batch_size)
         if engine is not None:
-            sampling = replace(how, temperature=mode.warp.temperature, top_p=mode.warp.top_p)
             data, form = run.settings.data, run.corpus.chat
             chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if form else None
-            answer = partial(answered_by_engine, engine, sampling, seed, ends, ends_with(run.tokenizer, chat))
+            write = partial(written_by, engine, mode.warp, ends, ends_with(run.tokenizer, chat), seed)
         jobs = [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)]
         about = made_from | {"prompts": fingerprint(prompts), "seed": seed}
         answers = Kept(TEXT_IDS, run.work / "probes" / f"{mode.name}-{split}-{fingerprint(about)[:16]}")
         title = f"{mode.name} texts, {split}"
-        write_responses(run, Jobs.of(jobs), answers, how, lambda: answer, title, served)  # noqa: B023
-        written = [answers.text(job.example) if job.budget else [] for job in jobs]
+        asked = [job for job in jobs if job.budget]
+        numbers, lengths = np.array([(job.number, len(job.ids)) for job in asked], np.int64).reshape(-1, 2).T
+        size = None if served else GROUP * batch_size
+        write_answers(run, answers, numbers, lengths, asked.__getitem__, lambda: write, title, size)  # noqa: B023
+        written = [answers.get("ids", job.number).tolist() if job.budget else [] for job in jobs]
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

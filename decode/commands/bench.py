@@ -1,6 +1,6 @@
 """``python -m decode bench``: from settings to tables, report.json and a page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,10 @@ from typing import Any
 from decode.commands.checks import (
     api_settings,
     check_lengths,
-    make_warp,
     open_pair,
     open_suites,
     parts_of,
-    picked,
+    session_options,
     use_chat,
 )
 from decode.commands.cli import check_writable
@@ -23,10 +22,10 @@ from decode.errors import UserError
 from decode.files import Fields, scratch_folder
 from decode.measure.benchmark import BASELINE, BenchEntry, Benchmark, plan
 from decode.measure.report import answers, console_tables, write_report
-from decode.measure.session import BenchOptions, Session
-from decode.methods import BASELINES, METHODS, MethodInputs, Parts, kind_of, refusal
-from decode.models.open import Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
-from decode.options import MethodOptions, split_spec
+from decode.measure.session import Session
+from decode.methods import BASELINES, METHODS, Parts, kind_of, refusal
+from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
+from decode.options import split_spec
 from decode.progress import output_console, working
 
 
@@ -70,35 +69,27 @@ def chosen_methods(settings: BenchSettings, drafts: Sequence[Parts]) -> list[str
     return methods + [m for m in BASELINES if settings.baselines and m not in methods and not refused(m)]
 
 
-def plan_entries(settings: BenchSettings, methods: Sequence[str], session: Session) -> list[BenchEntry]:
-    """Entries of all combinations of the settings that target and drafts allow.
+def open_session(
+    settings: BenchSettings, methods: Sequence[str], pair: Pair, drafts: Mapping[str, DraftModel], folder: Path
+) -> tuple[Session, list[BenchEntry]]:
+    """The models opened for measurement, and the entries that they allow; a missing datastore is built from the corpus.
 
     Raises:
         UserError: target and drafts allow no entry of a method that the settings name, or drafts are longer than the
             target's context.
     """
+    options, kinds = session_options(settings, pair), [kind_of(split_spec(method)[0]) for method in methods]
+    if settings.corpus and not settings.datastore and any(kind.store or kind.copies for kind in kinds):
+        documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)
+        options.datastore = folder / "work" / "stores"
+        write_stores(join_documents(documents), options.datastore, pair.tokenizer)
+    session = Session(pair.target, drafts, pair.tokenizer, options)
     entries = plan(
-        methods, session.draft_models, settings.temperatures, draft_lengths=settings.draft_lengths,
-        options=picked(MethodOptions, settings), stop=settings.stop_rule, rule=settings.rule, target=session.runner,
+        methods, drafts, settings.temperatures, draft_lengths=settings.draft_lengths, options=settings,
+        stop=settings.stop_rule, rule=settings.rule, target=session.runner, needed=settings.methods,
     )  # fmt: skip
     check_lengths("draft_length", [entry.options.draft_length for entry in entries], session.model)
-    unfit = {split_spec(spec)[0] for spec in settings.methods} - {entry.method for entry in entries}
-    for method in sorted(unfit):
-        draft = next(iter(session.drafts.values()), None)
-        inputs = MethodInputs(session.runner, session.options.warp, draft, options=picked(MethodOptions, settings))
-        raise UserError(refusal(method, inputs.parts, stop=settings.stop_rule, rule=settings.rule))
-    return entries
-
-
-def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
-    """Options of the measurement; a missing datastore is built from the corpus."""
-    datastore: str | Path | None = settings.datastore
-    names = [split_spec(method)[0] for method in methods]
-    if settings.corpus and not datastore and any(kind_of(name).store or kind_of(name).copies for name in names):
-        documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)
-        write_stores(join_documents(documents), datastore := folder / "work" / "stores", pair.tokenizer)
-    chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
-    return picked(BenchOptions, settings, chat=chat, warp=warp, datastore=datastore)
+    return session, entries
 
 
 def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **options: Any) -> list[Fields]:
@@ -124,9 +115,7 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
     chosen = chosen_methods(settings, [Parts.of_draft(pair.draft, parts.options, datastore=parts.datastore)])
     suites = open_suites(settings, chat=use_chat(settings, pair.tokenizer))
     with scratch_folder() as folder:
-        built = bench_options(settings, chosen, pair, Path(settings.output or folder))
-        session = Session(pair.target, drafts, pair.tokenizer, built)
-        entries = plan_entries(settings, chosen, session)
+        session, entries = open_session(settings, chosen, pair, drafts, Path(settings.output or folder))
         return Benchmark(session).run(suites, entries, batch_sizes=settings.batch_sizes)
 
 
@@ -150,10 +139,8 @@ def run(settings: BenchSettings) -> None:
     drafts = {
         name: open_draft(path, pair.target, pair.tokenizer, trust_remote_code=trust) for name, path in named.items()
     }
-    options = bench_options(settings, methods, pair, folder)
-    session = Session(pair.target, drafts, pair.tokenizer, options)
-    entries = plan_entries(settings, methods, session)
-    lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp)]
+    session, entries = open_session(settings, methods, pair, drafts, folder)
+    lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, session.options.warp)]
     lines += [unnamed_ends(pair.target, pair.tokenizer), *session.how]
     prompts = f"{sum(len(suite.prompts) for suite in suites)} prompts of {', '.join(suite.name for suite in suites)}"
     count = f"{len(entries)} entries, {prompts}; results go to {folder}"

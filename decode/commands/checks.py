@@ -29,13 +29,13 @@ from decode.models.heads.files import head_kind
 from decode.models.huggingface import facts_of
 from decode.models.open import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
-from decode.options import MethodOptions, build
+from decode.options import build
 
 if TYPE_CHECKING:
+    from decode.measure.session import BenchOptions
     from decode.measure.suites import Suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
-Options = TypeVar("Options")
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
@@ -53,7 +53,7 @@ def parts_of(settings: MethodSettings, draft: str | None, *, corpus: bool = Fals
         again = "build one with python -m decode datastore build"
         raise UserError(f"there is no datastore folder {settings.datastore!r}; {again}")
     kind, stores = "" if draft is None else head_kind(draft) or "model", corpus or settings.datastore is not None
-    return Parts(picked(MethodOptions, settings), kind, str(draft), datastore=stores)
+    return Parts(settings, kind, str(draft), datastore=stores)
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
@@ -89,10 +89,16 @@ def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: 
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
-def picked(kind: type[Options], settings: Any, **more: Any) -> Options:
-    """A dataclass from the settings of the same names, and from `more`."""
-    shared = {f.name for f in dataclasses.fields(kind)} & vars(settings).keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(settings, name) for name in shared} | more)
+def session_options(settings: ChatSettings, pair: Pair) -> "BenchOptions":
+    """How a pair is measured with these settings; without sampling settings from the target's whole distribution."""
+    from decode.measure.session import BenchOptions
+
+    names = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
+    options = BenchOptions(**{name: getattr(settings, name) for name in names})
+    options.chat = use_chat(settings, pair.tokenizer)
+    if isinstance(settings, SamplingSettings):
+        options.warp = make_warp(settings, pair.target)
+    return options
 
 
 def open_suites(settings: SuiteSettings, *, chat: bool) -> "list[Suite]":

@@ -19,7 +19,6 @@ from decode.commands.checks import (
     make_warp,
     open_pair,
     parts_of,
-    picked,
     recorded_costs,
     use_chat,
 )
@@ -48,7 +47,6 @@ from decode.methods import (
 )
 from decode.models.open import Pair, described, placement, stop_ids, unnamed_ends
 from decode.models.tokens import Detokenizer, StopStrings, chat_ids, marked, prompt_ids, user_says
-from decode.options import MethodOptions
 
 Pieces = list[dict[str, str]]  # tokens as marked text (`decode.models.tokens.marked`)
 
@@ -182,7 +180,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
     chat = use_chat(settings, tokenizer)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
-    options, draft, costs = picked(MethodOptions, settings), None, None
+    options, draft, costs = replace(settings), None, None
     check_lengths("draft_length", [options.draft_length], pair.target)
     stop = settings.stop_rule or METHODS[method][1]
     if kind_of(method).drafts:

@@ -9,7 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.commands.checks import api_settings, check_lengths, make_warp, open_pair, open_suites, picked, use_chat
+from decode.commands.checks import (
+    api_settings,
+    check_lengths,
+    make_warp,
+    open_pair,
+    open_suites,
+    session_options,
+    use_chat,
+)
 from decode.commands.settings import ProfileSettings, required
 from decode.core.round import FORMULAS
 from decode.errors import UserError
@@ -18,7 +26,7 @@ from decode.measure import machine
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict
 from decode.measure.report import console_table
-from decode.measure.session import BenchOptions, Session
+from decode.measure.session import Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
 from decode.models.open import Pair, load_tokenizer
@@ -65,9 +73,7 @@ def profile_pair(
     check_lengths("longest", [settings.longest], pair.target)
     warp = make_warp(settings, pair.target, settings.temperature)
     longest = min(settings.longest, getattr(pair.draft, "drafts", None) or settings.longest)  # a block drafts no more
-    chat = use_chat(settings, pair.tokenizer)
-    options = picked(BenchOptions, settings, chat=chat, warp=make_warp(settings, pair.target))
-    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
+    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, session_options(settings, pair))
     with working(Console(stderr=True), "timing rounds, measuring acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
         sizes = {1, *settings.batch_sizes}

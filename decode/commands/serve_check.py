@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from decode.commands.checks import check_lengths, open_pair, open_suites, picked, use_chat
+from decode.commands.checks import check_lengths, open_pair, open_suites, session_options, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.sampling import LogitsWarper
 from decode.engines.check import (
@@ -32,7 +32,7 @@ from decode.errors import UserError, choose
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
-from decode.measure.session import BenchOptions, Item, Session
+from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_format, unserved
@@ -70,7 +70,7 @@ def run(settings: ServeCheckSettings) -> None:
         check_lengths("draft_lengths", settings.draft_lengths, pair.target)
         check_head(pair.draft, settings.engine, settings.draft_lengths)
         chat = use_chat(settings, pair.tokenizer, tell=True)
-        session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, picked(BenchOptions, settings, chat=chat))
+        session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, session_options(settings, pair))
         items = [item for suite in open_suites(settings, chat=chat) for item in session.items(suite)]
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)

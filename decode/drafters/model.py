@@ -295,7 +295,7 @@ class BlockDrafter(HeadDrafter):
         self.sample = sample
 
     def _read_text(self, state: ModelState, ids: Ids) -> None:
-        self.runner.read([state.cache])
+        self.runner.read(state.cache)
 
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
         """Tokens are chosen from left to right once the block was computed; all at once where nothing looks at them."""

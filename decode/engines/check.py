@@ -209,6 +209,9 @@ def serving_facts(
     return json.loads(json.dumps(facts, default=str))
 
 
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
 def causes_in_files(target: Path, draft: Path, facts: Fields | None = None) -> list[Cause]:
     """Causes that the folders of target and draft show before anything is started.
 
@@ -225,13 +228,13 @@ def causes_in_files(target: Path, draft: Path, facts: Fields | None = None) -> l
     if profile.get("weights") not in (None, weight_fingerprints(draft)):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"
         causes.append(Cause("other weights than measured", evidence, again))
-    served = config.get("eagle_aux_hidden_state_layer_ids")
-    states, layers = config.get("captured_layers") or served, read_json(target / "config.json").get("num_hidden_layers")
+    states, layers = config.get(AUX), read_json(target / "config.json").get("num_hidden_layers")
+    left = (config.get("eagle_config") or {}).get(AUX)  # as SGLang counts them
     if states and max(states) == layers:
         evidence = f"the head reads state {layers} of {layers} layers, which engines give before the last norm"
         causes.append(Cause("last state captured", evidence, f"train it on three states below {layers}"))
-    if served and served != states:
-        evidence = f"the head was trained on {states}, and eagle_aux_hidden_state_layer_ids is {served}"
+    if states and left and [layer + 1 for layer in left] != states:
+        evidence = f"{AUX} is {states} for vLLM, and names the layers {left} in eagle_config for SGLang, one less each"
         causes.append(Cause("captured layers off by one", evidence, again))
     return causes
 

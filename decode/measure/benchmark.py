@@ -27,7 +27,7 @@ from decode.core.draft import Ids
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
-from decode.errors import first_line
+from decode.errors import UserError, first_line
 from decode.files import Fields
 from decode.loop import Method, decode, decode_texts, tree_error
 from decode.measure import machine
@@ -111,13 +111,17 @@ def plan(
     stop: str | None = None,
     rule: str | None = None,
     target: Model | None = None,
+    needed: Iterable[str] = (),
 ) -> list[BenchEntry]:
     """Entries for all combinations that drafts and target allow (see `refusal`), with unique names.
 
     Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
     `draft_lengths`; without any, the length that the draft was exported with, or the method's own.
+
+    Raises:
+        UserError: one of the methods `needed` has no entry.
     """
-    entries = []
+    entries, planned, refused = [], set[str](), dict[str, str]()
     for temperature, spec in product(temperatures, methods):
         method, changes = split_spec(spec)
         base, kind = replace(options or MethodOptions(), **changes), kind_of(method)
@@ -131,12 +135,17 @@ def plan(
         for draft, length in product(drafts if kind.drafts else [None], lengths):
             model = drafts[draft] if draft else None
             parts = Parts.of_draft(model, base, datastore=True, tree_refusal=trees)
-            if refusal(method, parts, stop=entry.stop, rule=entry.rule):
+            if why := refusal(method, parts, stop=entry.stop, rule=entry.rule):
+                refused.setdefault(spec, why)
                 continue
             name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
             name += f" ({draft})" if draft and len(drafts) > 1 else ""
             length = length or (exported_length(model) if model is not None and fixed else None)
             entries.append(replace(entry, draft=draft, options=replace(base, draft_length=length), name=name))
+            planned.add(spec)
+    for spec in needed:
+        if spec in refused and spec not in planned:
+            raise UserError(refused[spec])
     return entries
 
 

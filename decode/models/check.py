@@ -3,18 +3,16 @@
 import copy
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.errors import UserError, first_line
-from decode.files import Fields
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
@@ -122,61 +120,42 @@ class Gaps:
     tree_error: str = ""  # what reading the tree raised, if it did
 
 
-@contextmanager
-def short_windows(model: PreTrainedModel, runner: Model) -> Iterator[int]:
-    """Within it, attention windows see at most `WINDOW` tokens; yields the longest one's length, or 0.
+def shorten_windows(model: PreTrainedModel, runner: Model) -> int:
+    """Let attention windows of both see at most `WINDOW` tokens; returns the longest one's length, or 0.
 
     GPT-Neo's are part of its weights and stay as they are. Sparse attention chooses `CHOSEN` keys, but for 16 bits,
     whose rounding may choose others. A limit of Mamba's time steps, which a scan of several tokens keeps in
     transformers and a step of one token does not (Nemotron-H, Zamba 2), leaves one value, so that it shows.
     """
-    config = vars(decoder_of(model).config.get_text_config())
-    places = [(config, "sliding_window"), (config, "attention_chunk_size")]
+    config = decoder_of(model).config.get_text_config()
+    windows = [getattr(config, "window_size", None) or 0]
+    for name in ("sliding_window", "attention_chunk_size"):
+        if length := getattr(config, name, None):
+            windows.append(min(length, WINDOW))
+            setattr(config, name, windows[-1])
     if isinstance(runner, FastRunner):
-        places += [(vars(kind), "window") for kind in runner.network.weights.kinds]
-    before: list[tuple[Any, str, Any]] = [(fields, name, fields[name]) for fields, name in places if fields.get(name)]
-    for fields, name, length in before:
-        fields[name] = min(length, WINDOW)
-    longest = max([config.get("window_size") or 0, *(fields[name] for fields, name, _ in before)])
-    shown: Fields = {"time_step_limit": (1.0, 1.0), "index_topk": CHOSEN}
-    for part in (module.__dict__ for module in model.modules()):
-        least, most = part.get("time_step_limit") or (0.0, math.inf)
-        wide = model.dtype.itemsize > 2 and (part.get("index_topk") or 0) > CHOSEN
-        names = ["time_step_limit"] * (least > NO_STEP or most < math.inf) + ["index_topk"] * wide
-        before += [(part, name, part[name]) for name in names]
-        part.update((name, shown[name]) for name in names)
-    try:
-        yield longest
-    finally:
-        for fields, name, value in before:
-            fields[name] = value
+        weights = runner.network.weights
+        weights.kinds = [replace(kind, window=kind.window and min(kind.window, WINDOW)) for kind in weights.kinds]
+        windows += [kind.window or 0 for kind in weights.kinds]
+    for module in model.modules():
+        fields = vars(module)
+        least, most = fields.get("time_step_limit") or (0.0, math.inf)
+        if least > NO_STEP or most < math.inf:
+            fields["time_step_limit"] = (1.0, 1.0)
+        if model.dtype.itemsize > 2 and (fields.get("index_topk") or 0) > CHOSEN:
+            fields["index_topk"] = CHOSEN
+    return max(windows)
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules of their own, whose settings may be changed while others use the model.
-
-    A model whose modules were given another forward (accelerate's hooks) is returned as it is.
-    """
-    copies: dict[int, Any] = {}
-
-    def twin(module: nn.Module) -> Any:
-        if id(module) not in copies:
-            copied = copies[id(module)] = copy.copy(module)
-            configs = {name: value for name, value in vars(module).items() if isinstance(value, PreTrainedConfig)}
-            vars(copied).update(copy.deepcopy(configs, copies))
-            parts = module._modules.items()
-            vars(copied)["_modules"] = {name: None if part is None else twin(part) for name, part in parts}
-        return copies[id(module)]
-
-    hooked = any("forward" in vars(module) for module in model.modules())
-    return model if hooked else twin(model)
+    """The same weights in modules of their own, whose settings may be changed while others use the model."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
-@torch.inference_mode()
 def compare(model: PreTrainedModel, runner: Model) -> Gaps:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
-    About ten forwards of a few tokens, past the end of attention windows (see `short_windows`) of a twin.
+    About ten forwards of a few tokens, past the end of attention windows (see `shorten_windows`) of a twin.
 
     Raises:
         UserError: logits that are not finite.
@@ -185,39 +164,48 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
     if isinstance(runner, HuggingFaceRunner):
         runner = copy.copy(runner)
         runner.model = model
-    with short_windows(model, runner) as window:
-        start = max(1, min(4 + window, runner.limit - 5))
-        end, ids = start + 5, (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
-        texts = torch.stack([ids, torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])])
-        fresh = model(input_ids=texts, use_cache=False).logits.float()
-        if not torch.isfinite(fresh).all():
-            raise UserError(
-                f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
-            )
-        cache, deviation, gaps = runner.new_cache(), fresh.std().clamp_min(1e-6), Gaps()
+    kinds = runner.network.weights.kinds if isinstance(runner, FastRunner) else []
+    try:
+        return _compare(model, runner, shorten_windows(model, runner))
+    finally:
+        if isinstance(runner, FastRunner):
+            runner.network.weights.kinds = kinds
 
-        def gap(expected: Tensor, tokens: Tensor, tree: Draft | None = None, rows: Any = slice(None)) -> float:
-            logits = runner.forward([Read(cache, tokens, tree)]).logits[rows].float()
-            return float((logits - expected).square().mean(-1).sqrt().max() / deviation)
 
-        pieces = [(0, 0, start), (0, start, start + 1), (0, start + 1, end), (1, start + 1, end), (1, start + 3, end)]
-        for text, begin, stop in pieces:
-            cache.truncate(begin)
-            gaps.chain = max(gaps.chain, gap(fresh[text, begin:stop], texts[text, begin:stop]))
-        if runner.supports_trees:
-            try:
-                cache.truncate(start)
-                # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
-                a, b = texts.tolist()
-                nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
-                tree = Draft(nodes, [-1, -1, 0, 1, 3])
-                feed = torch.cat([ids[start : start + 1], torch.tensor(tree.ids).to(runner.device)])
-                expected = torch.cat([fresh[0, start : start + 3], fresh[1, start + 1 : start + 4]])
-                gaps.tree = gap(expected, feed, tree, [0, 1, 3, 2, 4, 5])
-                cache.keep(start, [start, start + 2, start + 4, start + 5])
-                gaps.tree = max(gaps.tree, gap(fresh[1, start + 4 :], texts[1, start + 4 :]))
-            except Exception as error:  # a family's forward may not be made for trees in many ways
-                gaps.tree = torch.inf
-                gaps.tree_error = f"its forward fails on trees ({first_line(error) or type(error).__name__})"
-        cache.close()
-        return gaps
+@torch.inference_mode()
+def _compare(model: PreTrainedModel, runner: Model, window: int) -> Gaps:
+    start = max(1, min(4 + window, runner.limit - 5))
+    end, ids = start + 5, (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
+    texts = torch.stack([ids, torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])])
+    fresh = model(input_ids=texts, use_cache=False).logits.float()
+    if not torch.isfinite(fresh).all():
+        raise UserError(
+            f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
+        )
+    cache, deviation, gaps = runner.new_cache(), fresh.std().clamp_min(1e-6), Gaps()
+
+    def gap(expected: Tensor, tokens: Tensor, tree: Draft | None = None, rows: Any = slice(None)) -> float:
+        logits = runner.forward([Read(cache, tokens, tree)]).logits[rows].float()
+        return float((logits - expected).square().mean(-1).sqrt().max() / deviation)
+
+    pieces = [(0, 0, start), (0, start, start + 1), (0, start + 1, end), (1, start + 1, end), (1, start + 3, end)]
+    for text, begin, stop in pieces:
+        cache.truncate(begin)
+        gaps.chain = max(gaps.chain, gap(fresh[text, begin:stop], texts[text, begin:stop]))
+    if runner.supports_trees:
+        try:
+            cache.truncate(start)
+            # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
+            a, b = texts.tolist()
+            nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
+            tree = Draft(nodes, [-1, -1, 0, 1, 3])
+            feed = torch.cat([ids[start : start + 1], torch.tensor(tree.ids).to(runner.device)])
+            expected = torch.cat([fresh[0, start : start + 3], fresh[1, start + 1 : start + 4]])
+            gaps.tree = gap(expected, feed, tree, [0, 1, 3, 2, 4, 5])
+            cache.keep(start, [start, start + 2, start + 4, start + 5])
+            gaps.tree = max(gaps.tree, gap(fresh[1, start + 4 :], texts[1, start + 4 :]))
+        except Exception as error:  # a family's forward may not be made for trees in many ways
+            gaps.tree = torch.inf
+            gaps.tree_error = f"its forward fails on trees ({first_line(error) or type(error).__name__})"
+    cache.close()
+    return gaps

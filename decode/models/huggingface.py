@@ -4,13 +4,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import Cache as TransformersCache
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -115,7 +116,7 @@ class RollbackCache(TransformersCache, Cache):
         """Copy the states, if they are those of `length`."""
         if self.recurrent and self.read == self.length:
             self._saved_at = self.read
-            self._saved = [_states(layer, copied=True) for layer in self.recurrent]
+            self._saved = [_copied(_states(layer)) for layer in self.recurrent]
 
     def end(self, tokens: Tensor) -> None:
         """Hold ``tokens [n]``, which the forward has read."""
@@ -137,7 +138,7 @@ class RollbackCache(TransformersCache, Cache):
         self.read = self._saved_at
         for i, layer in enumerate(self.recurrent):
             if self.read:
-                _restore(layer, self._saved[i])
+                vars(layer).update(_copied(self._saved[i]))
             else:
                 layer.reset()
         self._crop(self.read)
@@ -166,27 +167,14 @@ class RollbackCache(TransformersCache, Cache):
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
-def _states(layer: Any, *, copied: bool = False) -> States:
-    """The states of a layer beside keys and values, which transformers keeps in dictionaries.
-
-    `LinearAttentionLayer` changes them in place; others replace them, so holding them is a copy.
-    """
-    states = {name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)}
-    if copied and isinstance(layer, LinearAttentionLayer):
-        for values in states.values():
-            values.update({i: state.clone() for i, state in values.items() if isinstance(state, Tensor)})
-    return states
+def _states(layer: Any) -> States:
+    """The states of a layer beside keys and values, which transformers keeps in dictionaries."""
+    return {name: value for name, value in vars(layer).items() if isinstance(value, dict)}
 
 
-def _restore(layer: Any, saved: States) -> None:
-    """Put back what `_states` has copied."""
-    for name, states in saved.items():
-        values = getattr(layer, name)
-        for i, state in states.items():
-            if isinstance(layer, LinearAttentionLayer) and isinstance(state, Tensor):
-                values[i].copy_(state)
-            else:
-                values[i] = state
+def _copied(states: States) -> States:
+    """A copy: some layers change their states in place, others replace them."""
+    return cast(States, tree_map_only(Tensor, torch.clone, states))
 
 
 def _rolling(layer: Any) -> Any:

@@ -69,11 +69,8 @@ def choose_device(name: str | torch.device) -> torch.device:
         raise UserError(f"device is {name!r}; choose auto, cpu, cuda or cuda:1") from error
     if device.type == "mps":
         raise UserError("device is 'mps', which has no float64, and tokens are drawn in float64; choose cpu")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(
-            f"device is {str(name)!r}, but torch {torch.__version__} finds {count} CUDA devices; choose cpu or auto"
-        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device is {str(name)!r}, which torch {torch.__version__} does not find; choose cpu or auto")
     return device
 
 
@@ -284,21 +281,15 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     Raises:
         UserError: with the first id that differs.
     """
-    cure = (
-        "use a draft of the same model family, or train one with python -m distill; transformers' own assisted "
-        "generation takes a draft of another tokenizer (generate with assistant_model and assistant_tokenizer)"
-    )
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, draft))
-    for i in sorted(ours.keys() & theirs.keys()):
-        if ours[i] != theirs[i]:
-            raise UserError(
-                f"the draft's tokenizer is not the target's: id {i} is {ours[i]!r} for the target and {theirs[i]!r} "
-                f"for the draft; {cure}"
-            )
+    other = [f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
     if min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
+        other.append(f"they know {len(ours)} and {len(theirs)} tokens")
+    if other:
         raise UserError(
-            f"the tokenizers know {len(ours)} (target) and {len(theirs)} (draft) tokens; they have to be the same "
-            f"except for padding; {cure}"
+            f"the draft's tokenizer is not the target's: {other[0]}; use a draft of the same model family, or train "
+            "one with python -m distill; transformers' own assisted generation takes a draft of another tokenizer "
+            "(generate with assistant_model and assistant_tokenizer)"
         )
 
 

@@ -4,11 +4,10 @@ import copy
 import hashlib
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import constants, get_session
-from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,9 +40,6 @@ JSON_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "model.safetensors.index.json",
 )  # fmt: skip
-NUMBERS = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-MEMORY = 60.0  # seconds for which the answer of `hub_offline` is kept
-_asked: dict[str, tuple[float, bool]] = {}
 
 
 def located(name: Name) -> tuple[str, Fields]:
@@ -53,13 +48,10 @@ def located(name: Name) -> tuple[str, Fields]:
     Raises:
         UserError: a GGUF file, or a folder's JSON file, that cannot be read. transformers would ignore some of these.
     """
-    if file := gguf_file(name):
-        return str(unpacked(file)), {}
-    for path in (Path(name, file) for file in JSON_FILES):
-        for key, value in read_model_json(path).items():
-            numbers = value if isinstance(value, list) else [value]
-            if key in NUMBERS and not all(isinstance(each, (int, float, type(None))) for each in numbers):
-                raise UserError(f"{path}: {key} is {value!r}, expected a number; correct it or download it again")
+    if gguf := gguf_file(name):
+        return str(unpacked(gguf)), {}
+    for file in JSON_FILES:
+        read_model_json(Path(name, file))
     repository, at = pinned(name)
     local = {"local_files_only": True} if not Path(name).exists() and hub_offline() else {}
     return repository, at | local
@@ -72,22 +64,20 @@ def pinned(name: Name) -> tuple[str, Fields]:
 
 
 def hub_offline() -> bool:
-    """Whether the Hub is switched off, or does not answer within five seconds.
+    """Whether the Hub is switched off, or did not answer within five seconds when it was first asked.
 
     Asked here, because the Hub's libraries would repeat each request for 20 seconds.
     """
-    endpoint, now = constants.ENDPOINT, time.monotonic()
-    if constants.HF_HUB_OFFLINE:
+    return constants.HF_HUB_OFFLINE or _silent(constants.ENDPOINT)
+
+
+@lru_cache
+def _silent(endpoint: str) -> bool:
+    try:
+        get_session().head(endpoint, timeout=5)
+    except Exception:  # the layers of the network have many
         return True
-    when, silent = _asked.get(endpoint, (-MEMORY, False))
-    if now - when >= MEMORY:
-        silent = False
-        try:
-            get_session().head(endpoint, timeout=5)
-        except Exception:  # the layers of the network have many
-            silent = True
-        _asked[endpoint] = now, silent
-    return silent
+    return False
 
 
 @contextmanager
@@ -103,32 +93,21 @@ def reading(name: Name, what: str) -> Iterator[None]:
 
 def unreadable(name: Name, what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
-    hint, path = "", Path(name)
+    path, hint = Path(name), ""
     if path.suffix.lower() == ".gguf":
-        hint = (
-            "; it may be damaged, or of an architecture or a quantisation that transformers does not read: download "
-            "it again, or take the model's safetensors files"
-        )
-    elif isinstance(error, SafetensorError):
-        hint = "; its safetensors file is damaged or cut off: download or save it again"
+        hint = "; download it again, or take the model's safetensors files"
     elif (path / "adapter_config.json").exists():
         hint = (
             "; it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base, folder)"
             ".merge_and_unload().save_pretrained(path)) and give the merged folder"
         )
-    elif not path.exists():
-        local = str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") > 1
-        if local or (path.parent != Path() and path.parent.is_dir()):
-            return UserError(
-                f"cannot load the {what}: there is no folder {str(name)!r}; train it first (make distill), or give the "
-                "path of one"
-            )
-        elif hub_offline():
-            return UserError(
-                f"cannot load the {what} {str(name)!r}: it is no folder and not in the Hub's cache on this machine, "
-                "and the Hub is switched off (HF_HUB_OFFLINE) or does not answer: fetch the model with `hf download` "
-                "where there is a network, or give its folder"
-            )
+    elif not path.exists() and (path.is_absolute() or path.parts[0] in (".", "..", "runs") or len(path.parts) > 2):
+        hint = f"; there is no folder {str(name)!r}: train it first (make distill), or give the path of one"
+    elif not path.exists() and hub_offline():
+        hint = (
+            "; it is no folder and not in the Hub's cache on this machine, and the Hub is switched off "
+            "(HF_HUB_OFFLINE) or does not answer: fetch the model with `hf download` where there is a network"
+        )
     return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first_line(error)}{hint}")
 
 
@@ -202,9 +181,8 @@ def unpacked(file: Path) -> Path:
     Raises:
         UserError: a file that transformers cannot read, or a folder that cannot be written.
     """
-    state = f"{file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
-    place, version = (hashlib.sha256(text.encode()).hexdigest()[:12] for text in (str(file.resolve()), state))
-    folder = Path(constants.HF_HOME) / "gguf" / f"{file.stem}-{place}-{version}"
+    state = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
+    folder = Path(constants.HF_HOME) / "gguf" / f"{file.stem}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
     print(f"{file.name} is converted once, to {folder}", file=sys.stderr)
@@ -221,8 +199,6 @@ def unpacked(file: Path) -> Path:
         with replaced(folder) as made, quiet():
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
-            for outdated in folder.parent.glob(f"{file.stem}-{place}-*"):
-                shutil.rmtree(outdated, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{file} cannot be converted to {folder}: {error}; set HF_HOME to a disk with room") from error
     return folder
@@ -256,29 +232,37 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
         UserError: transformers has no such class.
     """
     text = config.get_text_config()
-    inside = text is not config and not config.is_encoder_decoder
-    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING and (inside or text is config):
+    if text is config or config.is_encoder_decoder:
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):  # code of a Hub repository
+            return config
+    elif type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return text
-    if getattr(config, "auto_map", None):  # code of a Hub repository
-        return config
-    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True) if inside else ():
-        if re.match(name.replace("_", ".*_"), text.model_type):
-            with suppress(Exception), torch.device("meta"):  # a family refuses fields in many ways
-                # what such decoders do unasked comes first
-                fields = {"head_dim": text.hidden_size // text.num_attention_heads, "norm_topk_prob": True}
-                fields |= {k: v for k, v in text.to_dict().items() if k not in ("model_type", "architectures")}
-                rope = fields["rope_parameters"].items()
-                fields["rope_parameters"] = {key: value for key, value in rope if not key.startswith("mrope")}
-                made = AutoConfig.for_model(name, **fields)
-                states = [AutoModel.from_config(each).state_dict() for each in (made, text)]
-                shapes = [{key: weight.shape for key, weight in state.items()} for state in states]
-                if shapes[0] == shapes[1]:
-                    return made
+    else:
+        for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True):
+            if re.match(name.replace("_", ".*_"), text.model_type) and (made := _alike(name, text)):
+                return made
     raise UserError(
         f"{(config.architectures or [type(config).__name__])[0]} ({config.model_type}) cannot be opened: transformers "
         f"{transformers.__version__} has no causal language model for {text.model_type}. Take a text model (Llama, "
         "Qwen, Mistral, Gemma, Phi, GPT-NeoX, …), or a model with images around one"
     )
+
+
+def _alike(name: str, text: Any) -> PretrainedConfig | None:
+    """The configuration of another family with weights of the same names and shapes as a decoder's; None: it has none.
+
+    Fields that such decoders follow unasked come first.
+    """
+    with suppress(Exception), torch.device("meta"):  # a family refuses fields in many ways
+        fields = {"head_dim": text.hidden_size // text.num_attention_heads, "norm_topk_prob": True}
+        fields |= {k: v for k, v in text.to_dict().items() if k not in ("model_type", "architectures")}
+        rope = fields["rope_parameters"].items()
+        fields["rope_parameters"] = {key: value for key, value in rope if not key.startswith("mrope")}
+        made = AutoConfig.for_model(name, **fields)
+        ours, theirs = (AutoModel.from_config(each).state_dict() for each in (made, text))
+        if {key: x.shape for key, x in ours.items()} == {key: x.shape for key, x in theirs.items()}:
+            return made
+    return None
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveInt
 
 from decode.options import Share, Temperature
-from distill.config.base import ENGINES, Signal, Values
+from distill.config.base import ENGINES, Signal
 
 PLACES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization")
 """Arguments of an engine that change no number but by rounding."""
@@ -50,14 +50,6 @@ class ResponseSettings:
     def from_target(self) -> bool:
         """Whether the target answers the prompts before distillation."""
         return self.source == "target"
-
-    def key(self) -> Values:
-        """Return the settings that decide the fixed responses, for fingerprints."""
-        return self.written() if self.from_target else {"source": self.source}
-
-    def written(self) -> Values:
-        """Return the settings that decide a response that the target writes."""
-        return {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size")}
 
 
 @dataclass

@@ -197,10 +197,8 @@ def _make(
                 "data.max_length, set data.overlong to cut, or give more data"
             )
         examples = Examples.of(made)
-        for numbers in [*examples.ids.chunks, *examples.labels.chunks] if split != "test" else []:
-            digest.update(numbers.tobytes())
-        digest.update(examples.offsets.tobytes() if split != "test" else b"")
-        highest = max(highest, *(int(ids.max(initial=0)) for ids in examples.ids.chunks))
+        digest.update(examples.keys.tobytes() if split != "test" else b"")
+        highest = max(highest, pyarrow.compute.max(pyarrow.compute.list_flatten(examples.ids)).as_py())
         made.select_columns(list(COLUMNS)).save_to_disk(str(folder / split))
     for scratch in ("rows", "tokenised"):
         shutil.rmtree(folder / scratch, ignore_errors=True)

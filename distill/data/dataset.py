@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import lightning as L
 import numpy as np
+import pyarrow.compute
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
@@ -40,46 +41,16 @@ PER_TOKEN = (FEATURES,)
 """Columns with a row for every token of a text. Those of all other columns are of its label tokens."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of examples in shards."""
-
-    kept: Kept
-    name: str
-    places: Ints  # of each example, see `Kept.find`
-
-    def __getitem__(self, example: int) -> NDArray[Any]:
-        """The rows of an example, ``[rows, *shape]``."""
-        return self.kept.rows(self.name, int(self.places[example]))
-
-
-class Flat:
-    """Numbers of all examples, one after the other, in the chunks of a table that may be mapped into memory.
-
-    No example lies in two chunks.
-    """
-
-    def __init__(self, chunks: Sequence[NDArray[np.int32]]) -> None:
-        self.chunks = [np.zeros(0, np.int32), *chunks]
-        self.starts = np.cumsum([0, *map(len, self.chunks[:-1])])
-
-    def __getitem__(self, span: slice) -> NDArray[np.int32]:
-        """The numbers of a slice that lies in one chunk."""
-        chunk = int(np.searchsorted(self.starts, span.start, "right")) - 1
-        return self.chunks[chunk][span.start - self.starts[chunk] : span.stop - self.starts[chunk]]
-
-
 @dataclass
 class Examples:
-    """Texts with labels; example i is ``ids[offsets[i]:offsets[i + 1]]``. They take 16 bytes of memory each."""
+    """Texts with labels, of a table that may be mapped into memory; they take 16 bytes of memory each."""
 
-    ids: Flat  # token ids
-    labels: Flat  # labels of the same length, not shifted; -100 where no loss is taken
-    offsets: Ints  # where each example starts, ``[examples + 1]``
-    # Where each example's label tokens start when all are numbered through, ``[examples + 1]``. A label in first place
-    # has nothing to be predicted from and does not count
-    label_offsets: Ints
-    columns: dict[str, Column] = field(default_factory=dict)  # values of frozen models by name, which batches carry
+    ids: pyarrow.ChunkedArray  # a list of token ids for each example
+    labels: pyarrow.ChunkedArray  # labels of the same length, not shifted; -100 where no loss is taken
+    lengths: Ints  # tokens of each example, ``[examples]``
+    # Label tokens of each. A label in first place has nothing to be predicted from and does not count
+    label_counts: Ints
+    columns: dict[str, Kept] = field(default_factory=dict)  # values of frozen models by name, which batches carry
 
     @classmethod
     def of(cls, dataset: Dataset, limit: int | None = None) -> "Examples":
@@ -88,53 +59,41 @@ class Examples:
         rows = dataset.select_columns(["input_ids", "labels"]).select(range(count))
         # a data set of rows that were chosen one by one has no table of its own, and is copied
         table = rows.data.table if rows._indices is None else rows.with_format("arrow")[:]
-        ids, labels, lengths, counts = [], [], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
-        for chunk in table.to_batches():
-            its_ids, its_labels = (column.flatten().to_numpy().astype(np.int32, copy=False) for column in chunk.columns)
-            ends = chunk.column(0).offsets.to_numpy().astype(np.int64)
-            starts, learned = ends[:-1] - ends[0], np.concatenate([[0], np.cumsum(its_labels != IGNORE)])
-            ids.append(its_ids)
-            labels.append(its_labels)
-            lengths.append(np.diff(ends))
-            first = np.minimum(starts + 1, ends[1:] - ends[0])
-            counts.append(learned[ends[1:] - ends[0]] - learned[first])
-        offsets, label_offsets = (np.cumsum(np.concatenate(parts)) for parts in (lengths, counts))
-        return cls(Flat(ids), Flat(labels), offsets, label_offsets)
+        ids, labels = table.columns
+        lengths = pyarrow.compute.list_value_length(ids).to_numpy().astype(np.int64)
+        counts = np.concatenate([np.zeros(0, np.int64), *map(_labels_in, labels.chunks)])
+        return cls(ids, labels, lengths, counts)
 
     @cached_property
     def keys(self) -> Keys:
         """A hash of the ids and labels of each example."""
-        hashes = (
-            hashlib.blake2b(self.ids[span].tobytes() + self.labels[span].tobytes(), digest_size=8).digest()
-            for span in map(self.span, range(len(self)))
-        )
-        return np.frombuffer(b"".join(hashes), np.uint64)
+        texts = (b"".join(part.tobytes() for part in self.text(number)) for number in range(len(self)))
+        return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), np.uint64)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> Ints:
-        """Tokens of each example, ``[examples]``."""
-        return np.diff(self.offsets)
+        return len(self.lengths)
 
     @property
     def label_count(self) -> int:
         """Label tokens of all examples."""
-        return int(self.label_offsets[-1])
+        return int(self.label_counts.sum())
 
     def labels_of(self, examples: Ints | int) -> int:
         """Label tokens of some examples."""
-        return int((self.label_offsets[examples + 1] - self.label_offsets[examples]).sum())
+        return int(self.label_counts[examples].sum())
 
-    def span(self, example: int) -> slice:
-        """Where an example is in ``ids``."""
-        return slice(int(self.offsets[example]), int(self.offsets[example + 1]))
+    def text(self, example: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Token ids and labels of an example."""
+        ids, labels = (column[example].values.to_numpy() for column in (self.ids, self.labels))
+        return ids.astype(np.int32, copy=False), labels.astype(np.int32, copy=False)
+
+    def values(self, name: str, example: int) -> NDArray[Any]:
+        """The rows of an example in a column, ``[rows, ...]``."""
+        return self.columns[name].get(name, self.keys[example])
 
     def prompt(self, example: int) -> Ids:
         """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
-        span = self.span(example)
-        return prompt_part(self.ids[span].tolist(), self.labels[span].tolist())
+        return prompt_part(*(part.tolist() for part in self.text(example)))
 
     def batch(self, examples: Ints) -> Batch:
         """`collate` of some of the examples ``[batch]``."""
@@ -144,6 +103,14 @@ class Examples:
         """The numbers of all examples in batches of similar length."""
         order = np.argsort(self.lengths, kind="stable")
         return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _labels_in(lists: pyarrow.ListArray) -> Ints:
+    """Label tokens of each list of labels, but for its first place."""
+    ends = lists.offsets.to_numpy().astype(np.int64)
+    ends -= ends[0]
+    learned = np.concatenate([[0], np.cumsum(lists.flatten().to_numpy() != IGNORE)])
+    return learned[ends[1:]] - learned[np.minimum(ends[:-1] + 1, ends[1:])]
 
 
 Expect = Callable[[Iterable["Picks"]], None]
@@ -168,15 +135,12 @@ def collate(picks: Picks, reads: Collection[str] | None = None) -> Batch:
         tensors = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
-    spans = [examples.span(number) for examples, number in picks]
-    batch: Batch = {
-        "input_ids": padded(examples.ids[span] for (examples, _), span in zip(picks, spans)).long(),
-        "labels": padded((examples.labels[span] for (examples, _), span in zip(picks, spans)), IGNORE).long(),
-    }
+    ids, labels = zip(*(examples.text(number) for examples, number in picks))
+    batch: Batch = {"input_ids": padded(ids).long(), "labels": padded(labels, IGNORE).long()}
     batch[PLACES] = places(label_mask(batch["labels"]))
     shared = set.intersection(*(set(examples.columns) for examples, _ in picks))
     for name in sorted(shared if reads is None else shared.intersection(reads)):
-        parts = [examples.columns[name][number] for examples, number in picks]
+        parts = [examples.values(name, number) for examples, number in picks]
         batch[name] = padded(parts) if name in PER_TOKEN else torch.from_numpy(np.concatenate(parts))
     return batch
 
@@ -290,7 +254,7 @@ class TrainingBatches(TorchDataset[Batch]):
         if self.index is None:
             shares = [float(examples.labels_of(example)) for examples, example in picks]
         else:  # of all texts, as every process draws them
-            labels = (examples.labels[examples.span(example)] for examples, example in picks)
+            labels = (examples.text(example)[1] for examples, example in picks)
             shares = [self.index.share(*pair) for pair in zip(labels, self.chance(step, len(picks)))]
         batch = collate(picks[rows])
         if self.index is not None:

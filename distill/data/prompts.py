@@ -2,8 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -13,21 +12,20 @@ from unicodedata import category
 
 import numpy as np
 from datasets import Dataset
-from transformers import PreTrainedModel
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
-from decode.models.texts import GROUP, uniform_draws, write_texts
+from decode.models.texts import GROUP
 from decode.models.tokens import added_ids, plain_ids, written_ids
 from decode.progress import current
 from distill.config.base import Values
 from distill.config.data import DataSettings, PromptSettings
-from distill.data.chat import ChatFormat, Ids
+from distill.data.chat import ChatFormat
 from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
-from distill.engine.servers import Engine, answer_ids, request_seed
+from distill.data.writing import Job, Write, keep_texts
 from distill.files import fingerprint
 from distill.kept import TEXT_IDS, Kept
 
@@ -216,37 +214,15 @@ def user_turn(chat: ChatFormat) -> tuple[str, set[int], set[str]]:
     return before, stops, {text.strip() for text in texts if len(text.strip()) > 2}
 
 
-Continue = Callable[[int, Sequence[Ids], Collection[int]], list[Ids]]
-"""Continues beginnings until one of the end tokens; the chance of each is a function of its number, the first given."""
-
-
-def continued_here(
-    model: PreTrainedModel, seed: int, first: int, beginnings: Sequence[Ids], ends: Collection[int]
-) -> list[Ids]:
-    """Continues beginnings by the model itself: see `Continue`."""
-    draws = lambda i, size: uniform_draws(seed, 5, first + i, count=size)  # noqa: E731
-    return write_texts(model, beginnings, SAMPLING, budgets=LONGEST + 1, stop_ids=ends, draws=draws, batch_size=BATCH)
-
-
-def continued_by(engine: Engine, seed: int, first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
-    """Continues beginnings by an engine: see `Continue`."""
-
-    def ask(i: int) -> Ids:
-        how: Values = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
-        how |= {"seed": request_seed(seed, first + i), "max_tokens": LONGEST + 1}
-        return answer_ids(engine.complete(first + i, beginnings[i], **how))
-
-    with ThreadPoolExecutor(engine.workers) as pool:
-        return list(pool.map(ask, range(len(beginnings))))
-
-
 @dataclass(frozen=True)
 class PromptWriter:
     """The target, as far as it writes prompts."""
 
     made_from: Values  # the target's files and number format
     path: Path  # folder of the samples
-    writer: Callable[[], Continue]  # makes what writes; called once, when a sample is missing
+    writer: Callable[
+        [Collection[int]], Write
+    ]  # makes what writes up to these end tokens; called if a sample is missing
     say: Callable[[str], None]  # called with a line of progress after every batch
     together: int | None  # samples that are asked for together; None: as many as are fastest
 
@@ -261,15 +237,14 @@ class PromptWriter:
             if kept.find(np.array(numbers, np.uint64)).min() < 0:
                 if write is None:
                     self.say("the target writes prompts")
-                    write = self.writer()
+                    write = self.writer(ends)
                     current().begin(current().done)
-                beginnings = [written_ids(tokenizer, before + settings.opening(number)) for number in numbers]
-                for number, ids in zip(numbers, write(start, beginnings, ends)):
-                    kept.put(number, {"ids": np.array(ids, np.int32)})
-                kept.flush()
+                texts = (before + settings.opening(number) for number in numbers)
+                jobs = (Job(number, written_ids(tokenizer, text), LONGEST + 1) for number, text in zip(numbers, texts))
+                keep_texts(kept, jobs, write)
                 self.say(f"{len(kept)} prompts written")
             for number in numbers:
-                ids = kept.text(number)
+                ids = kept.get("ids", number).tolist()
                 ended = bool(ids) and ids[-1] in ends
                 words = ids[:-1] if ended else ids
                 text = str(tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False))

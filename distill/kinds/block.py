@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import added, block_config, default_layers, mask_token
-from decode.models.heads.eagle import output_head
+from decode.models.heads.eagle import captured_layers, output_head
 from distill.config.base import Values, change
 from distill.data.chat import IGNORE
 from distill.data.dataset import Batch, Chance, Examples, Ints, on_device
@@ -180,7 +180,6 @@ class BlockDraft(Draft):
         for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
             values = temperatures(odds, accepted, counts)
             setattr(self.model, field, values)
-            setattr(self.model.config, f"confidence_{field}", values)
             lines.append(f"confidence_{field}: {', '.join(f'{t:.2f}' for t in values)}")
         return lines
 
@@ -350,7 +349,7 @@ class Block(Kind):
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:
-        return list(self.config(config, student, 0).captured_layers)
+        return list(captured_layers(self.config(config, student, 0)))
 
     @override
     def layers(self, student: Any) -> int:
@@ -392,7 +391,7 @@ class Block(Kind):
         if len(set(model.kinds)) == 1:  # settings cannot say a mixture
             told["block.window"], told["block.causal"] = zip((shape.window, shape.causal), model.kinds[0])
         if model.version == self.version and self.rank and shape.markov_rank is not None:
-            told["block.markov_rank"] = shape.markov_rank, has["markov_rank"]
+            told["block.markov_rank"] = shape.markov_rank, model.rank
         return told
 
     @override

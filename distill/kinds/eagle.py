@@ -9,9 +9,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from decode.files import read_json, write_json
 from decode.measure.acceptance import DEPTH
-from decode.models.heads.eagle import FeatureHead, default_captured_layers, head_config, output_head
+from decode.models.heads.eagle import FeatureHead, captured_layers, default_captured_layers, head_config, output_head
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from distill.config.base import Values
 from distill.data.dataset import PLACES, Batch, Chance, places
@@ -96,7 +95,7 @@ class Eagle(Kind):
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:
-        return list(head_config(config, self.version).captured_layers)
+        return list(captured_layers(head_config(config, self.version)))
 
     @override
     def check_target(self, target: PreTrainedModel) -> None:
@@ -123,13 +122,6 @@ class Eagle(Kind):
         ids = model.draft_ids()
         if self.version == 1 and ids is not None:
             torch.save(ids.tolist(), folder / TOKEN_MAP)
-        if self.version == 3:
-            fields, captured = read_json(folder / "config.json"), list(model.captured_layers)
-            # vLLM numbers states by the layer that they enter, SGLang by the layer that they leave
-            fields["eagle_config"] = {
-                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in captured],
-            }  # fmt: skip
-            write_json(folder / "config.json", fields | {"eagle_aux_hidden_state_layer_ids": captured})
 
     @override
     def facts(self, model: FeatureHead, layers: int) -> Values:

@@ -26,7 +26,8 @@ def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
     Ties are broken by the ids, as is the order of tokens that never occur.
     """
     counts = np.zeros(vocab, np.int64)
-    for labels in rows.labels.chunks:
+    for chunk in rows.labels.chunks:
+        labels = chunk.flatten().to_numpy()
         counts += np.bincount(labels[labels >= 0], minlength=vocab)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
     return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from datasets import Dataset
 
+from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.texts import uniform_draws
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
-from distill.data.chat import Ids
+from distill.data.chat import IGNORE, Ids
 from distill.data.dataset import Examples, Picks, Schedule
-from distill.responses.target import response_rows
+from distill.responses.target import LEARNED
 
 Writer = Callable[..., list[Ids]]
 """Continues prompts with the draft's weights of the moment; called as `decode.models.texts.write_texts`."""
@@ -102,3 +104,21 @@ class OnPolicy:
             )
         self.window, self.texts, self.label_tokens = state["window"], state["texts"], state["label_tokens"]
         self.rows = None
+
+
+def response_rows(prompts: Sequence[Ids], responses: Sequence[Ids], ends: Collection[int]) -> Dataset:
+    """Examples (``input_ids``, ``labels``) whose labels are the responses up to and with their first end token.
+
+    Args:
+        prompts: Token ids, no labels.
+        responses: Token ids; one that was cut by its budget has no end-of-text token, and so none is learned.
+        ends: Every end-of-text token. Padding may be one of them: it is added later, and never a label.
+    """
+    answers = [until_end(response, ends) for response in responses]
+    return Dataset.from_dict(
+        {
+            "input_ids": [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)],
+            "labels": [[IGNORE] * len(prompt) + answer for prompt, answer in zip(prompts, answers)],
+        },
+        features=LEARNED,
+    )

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distill.data.chat import Example
 from distill.data.dataset import Batch, Examples, Picks, collate, label_mask
 from distill.engine.states import Ids, StateFiles
 from distill.kept import Kept
@@ -71,12 +70,12 @@ class Packed:
     def __init__(self, signal: Signal, source: EngineStates, kept: Kept) -> None:
         self.signal, self.source, self.kept, self.lock = signal, source, kept, Lock()
 
-    def put(self, example: Example, states: Tensor) -> None:
+    def put(self, input_ids: Ids, labels: Ids, states: Tensor) -> None:
         """Take the states of all tokens of an example but the last. Threads may call it at once."""
-        rows = Examples.of(Dataset.from_dict({"input_ids": [example.input_ids], "labels": [example.labels]}))
+        rows = Examples.of(Dataset.from_dict({"input_ids": [input_ids], "labels": [labels]}))
         batch = rows.batch(np.array([0]))
         with self.lock:  # so that one text at a time is on the device
-            columns = self.signal.kept(batch, self.source.of(batch, [example.input_ids[:-1]], [states]))
+            columns = self.signal.kept(batch, self.source.of(batch, [input_ids[:-1]], [states]))
         (values,) = values_of(columns, [(rows, 0)])
         self.kept.put(int(rows.keys[0]), values)
 

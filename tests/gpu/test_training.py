@@ -110,7 +110,7 @@ def test_a_training_that_selects_tokens_is_the_cpus(kind: str, tmp_path: Path) -
     curves, losses = [], []
     for device in (DEVICE, "cpu"):
         module, (examples, held) = distillation(kind, "hidden", device, selects=True)
-        losses.append(np.concatenate([examples.columns[REFERENCE][n].ravel() for n in range(len(examples))]))
+        losses.append(np.concatenate([examples.values(REFERENCE, n).ravel() for n in range(len(examples))]))
         history = fitted(module, examples, held, device, tmp_path)
         curves.append((history, module.model.cpu().state_dict()))
         assert module.selected > 0

@@ -22,7 +22,7 @@ from distill.signal.target import Signal
 MASK = 47  # the token in the slots of a block
 
 
-def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:
+def make_head(target: PreTrainedModel, version: int, seed: int = 2) -> FeatureHead:
     """A random head, biased towards repeating what the target's own layers say, so that some drafts are accepted."""
     vocab = int(target.config.vocab_size)
     generator = torch.Generator().manual_seed(seed)
@@ -68,8 +68,9 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
     spark = version == "dspark"
     rank = 0 if version == "dflash" else 3
     given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": rank, "confidence": spark} | shape
-    few = 3 if version == "dflash2" else 0
-    other = {"sample_from_anchor": given.pop("from_anchor", spark), "candidates": given.pop("candidates", few)}
+    other = {"sample_from_anchor": given.pop("from_anchor", spark)}
+    if version == "dflash2":
+        other["selector_top_k"] = given.pop("candidates", 3)
     other |= {key: given.pop(key) for key in ("layer_types", "is_causal", "conv_kernel_size") if key in given}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

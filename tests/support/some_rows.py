@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from distill.config.models import TrainingSettings
 from distill.data.chat import IGNORE
-from distill.data.dataset import Column, Examples
+from distill.data.dataset import Examples
 from distill.kept import Kept
 from distill.kinds.reference import Draft, reference_losses
 from distill.losses.divergences import Divergence
@@ -35,9 +35,10 @@ def some_rows(count: int = 6, seed: int = 0, *, prompt: int = 3, empty: Sequence
 def add_column(examples: Examples, name: str, values: np.ndarray) -> Examples:
     """Adds values of the label tokens ``[label tokens, ...]`` as a column that batches carry."""
     kept = Kept({name: (values.shape[1:], str(values.dtype))})
-    for key, part in zip(examples.keys, np.split(values, examples.label_offsets[1:-1])):
+    for key, part in zip(examples.keys, np.split(values, np.cumsum(examples.label_counts)[:-1])):
         kept.put(int(key), {name: part})
-    examples.columns[name] = Column(kept, name, kept.join(examples.keys))
+    kept.flush()
+    examples.columns[name] = kept
     return examples
 
 

@@ -158,6 +158,11 @@ class FastForward:
 
     def attention(self, layer: Layer, qkv: Tensor, placed: Placed, views: Views) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; queries and keys in `qkv` are rotated in place."""
+        q, stored = self.rotated(layer, qkv, placed)
+        return placed.attend(q, stored, views, layer.kind, self.shape.scale)
+
+    def rotated(self, layer: Layer, qkv: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Queries ``[1, heads, n, width]``, and keys, then values, ``[1, 2 kv_heads, n, width]``, rotated in place."""
         shape, n, rotary = self.shape, qkv.shape[0], placed.rotary[layer.kind]
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
         if shape.interleaved and not shape.tuned:
@@ -174,8 +179,7 @@ class FastForward:
             turned = torch.bmm(by_token if layer.qk_norm is None else layer.qk_norm(by_token), rotary)
             qk = turned.transpose(0, 1)[None]
             rows.narrow(1, heads, kv_heads).copy_(qk.narrow(1, heads, kv_heads))
-        q, stored = qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
-        return placed.attend(q, stored, views, layer.kind, shape.scale)
+        return qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
 
 
 def cos_and_sin(
@@ -206,7 +210,7 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     kept = pack != "off" and not draft and all(in_half)
     if large_auto:
         pack = "on" if kept else "off"
-    make = Linears(pack, config.num_hidden_layers, copies=tuned, half=kept or (draft and pack == "auto"))
+    make = Linears(pack, copies=tuned, half=kept or (draft and pack == "auto"))
     network = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
     saved = make.bytes["in float16"]
     facts |= {"packing": make.sentence(), "weight_bytes": facts["weight_bytes"] - saved}

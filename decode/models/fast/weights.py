@@ -11,7 +11,6 @@ A layout is here because it saves 5 % or more of a forward. Times of one forward
 | `PackedLinear` | SmolLM2-135M, 8 | 82.6 → 30.9 | EPYC, AVX-512, 2 |
 | | SmolLM2-135M, 1 | 57.9 → 47.7 | EPYC, AVX2, 2 |
 | `PackedLinear`, padded to four rows | SmolLM2-135M, 1 | 91 → 63 | Xeon, AVX-512, 1 |
-| `TwoLayouts` | quickstart target, 21 | 1.29 → 1.11 | EPYC, AVX-512, 1 |
 | `HalfLinear` | SmolLM2-135M, 1 | 23.8 → 11.9 | EPYC, AVX-512, 2 |
 | | quickstart draft, 1 | 0.052 → 0.044 | EPYC, AVX-512, 1 |
 
@@ -19,10 +18,8 @@ A layout is here because it saves 5 % or more of a forward. Times of one forward
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -36,8 +33,6 @@ COLUMNS = 1 << 15  # fewest elements of a weight that is laid out column by colu
 FEW = 4
 """Rows that a packed product of fewer rows is padded to with AVX-512, whose kernel for one to three rows takes up to
 1.4 times as long as the one for four; with AVX2 it takes 0.7 times as long."""
-BORDER = 16  # rows from which `TwoLayouts` takes the packed weight
-TWICE = 1 << 22  # most bytes of a weight that is held in two layouts
 
 
 class Linear:
@@ -87,22 +82,6 @@ class PackedLinear(Linear):
         if x.dim() == 2 and 0 < len(x) < self.least:
             return x + self(y)
         return self._sum(y, x, self.weight, self.bias, "add")
-
-
-class TwoLayouts(Linear):
-    """x·Wᵀ + b of a small weight that is held twice: plain for fewer than `BORDER` rows of states, else packed."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(by_columns(weight), bias)
-        self._packed = PackedLinear(weight, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear.__call__`."""
-        return F.linear(x, self.weight, self.bias) if len(x) < BORDER else self._packed(x)
-
-    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `Linear.add_to`."""
-        return super().add_to(x, y) if len(x) < BORDER else self._packed.add_to(x, y)
 
 
 class HalfLinear(Linear):
@@ -167,86 +146,51 @@ def half_scale(weight: Tensor) -> float | None:
 # -- which layout ------------------------------------------------------------------------------------------------------
 
 MODES = ("auto", "on", "off")
-"""Layouts: the one measured fastest for each shape, packed or in float16 wherever the kernels take it, or plain."""
+"""Layouts: packed or in float16 where the weight is large enough for it to pay, wherever the kernels take it, or plain.
+"""
 LAYOUTS: dict[str, Callable[..., Linear]] = {
     "plain": Linear,
     "columns": lambda weight, bias=None: Linear(by_columns(weight), bias),
     "packed": PackedLinear,
-    "plain and packed": TwoLayouts,
     "in float16": HalfLinear,
 }
-ROWS = (1, 8, 16)  # rows that are measured: a step, a check of a draft, and a long check or a prompt
-MARGIN = 0.95
-"""Another layout replaces the plain one if a step and a check of eight tokens take less than this part of its time."""
-COLD = 1 << 25  # bytes of weights that a measurement reads in turn, so that they come from memory and not from a cache
-TURNS = 5  # interleaved measurements of each layout, of which the shortest counts
-
-_MEASURED: dict[tuple[object, ...], dict[str, list[float]]] = {}  # by all that decides them: models repeat shapes
+HALVED = 1 << 19  # fewest bytes of a weight whose product is faster in float16
+PACKED = 1 << 21  # the same of a packed one, at eight rows; at one row packing may lose what it gains there
 
 
 class Linears:
-    """Makes the products of one model, and chooses a layout for each shape of its weights.
+    """Makes the products of one model, each in the layout for its weight.
 
-    `pack` is one of `MODES`. The model has at least as many weights of a shape as `layers`; a measurement reads as many
-    in turn. With `copies` plain weights may be copied into a faster layout, with `half` they may be held in float16.
-    `bytes` are those of the weights in each of `LAYOUTS`.
+    `pack` is one of `MODES`. With `copies` plain weights may be copied into a faster layout, with `half` they may be
+    held in float16. `bytes` are those of the weights in each of `LAYOUTS`.
     """
 
-    def __init__(self, pack: str = "off", layers: int = 1, *, copies: bool = False, half: bool = False) -> None:
+    def __init__(self, pack: str = "off", *, copies: bool = False, half: bool = False) -> None:
         if pack not in MODES:
             raise UserError(f"pack is {pack!r}; choose one of {', '.join(MODES)}")
-        self.pack, self.layers, self.copies, self.half = pack, layers, copies, half
+        self.pack, self.copies, self.half = pack, copies, half
         self.bytes = dict.fromkeys(LAYOUTS, 0)
-        self._chosen: dict[tuple[int, ...], str] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The product with a weight ``[rows, width]`` and a bias ``[rows]``."""
-        shape = tuple(weight.shape)
-        if shape not in self._chosen:
-            self._chosen[shape] = self._choose(weight)
-        made = LAYOUTS[self._chosen[shape]](weight, bias)
-        self.bytes[self._chosen[shape]] += made.bytes
-        return made
+        layout = self._layout(weight)
+        linear = LAYOUTS[layout](weight, bias)
+        self.bytes[layout] += linear.bytes
+        return linear
 
-    def _choose(self, weight: Tensor) -> str:
-        plain = "columns" if self.copies else "plain"
-        if self.pack == "off" or not packable(weight):
-            return plain
-        ways = ["packed"] + ["in float16"] * (self.half and halvable(weight)) + [plain] * (self.pack == "auto")
-        if len(ways) == 1:
+    def _layout(self, weight: Tensor) -> str:
+        """One of `LAYOUTS`."""
+        size = {"on": math.inf, "auto": weight.nbytes, "off": 0}[self.pack]
+        if self.half and halvable(weight) and size >= HALVED:
+            return "in float16"
+        if packable(weight) and size >= PACKED:
             return "packed"
-        known = tuple(weight.shape), weight.dtype, *ways, self.layers, torch.get_num_threads()
-        if known not in _MEASURED:
-            part = max(1, COLD // (weight.shape[1] * weight.element_size()))  # of a large head, these rows are measured
-            _MEASURED[known] = measure(ways, weight[:part], self.layers)
-        seconds = _MEASURED[known]
-        best = min(ways, key=lambda way: sum(seconds[way][:2]) * (MARGIN if way == plain else 1))
-        faster_in_bulk = seconds["packed"][-1] < MARGIN * seconds[best][-1]
-        return "plain and packed" if best == "columns" and weight.nbytes <= TWICE and faster_in_bulk else best
+        return "columns" if self.copies else "plain"
 
     def sentence(self) -> str:
         """Bytes of the weights in each layout but the plain ones; empty if all are plain."""
-        packed = ("packed", "plain and packed", "in float16")
-        sizes = [f"{size / 1e6:.1f} MB {way}" for way, size in self.bytes.items() if size and way in packed]
+        sizes = [f"{self.bytes[way] / 1e6:.1f} MB {way}" for way in ("packed", "in float16") if self.bytes[way]]
         return f"weights: {', '.join(sizes)}" if sizes else ""
-
-
-@torch.inference_mode()
-def measure(ways: Sequence[str], weight: Tensor, layers: int) -> dict[str, list[float]]:
-    """Seconds of products in layouts of `LAYOUTS` at each of `ROWS`; so many weights of this shape are read in turn."""
-    size = weight.nbytes
-    count = max(1, min(layers, COLD // size))
-    made = {way: [LAYOUTS[way](weight.detach().clone()) for _ in range(count)] for way in ways}
-    repeats = max(1, min(64, COLD // size) // count)  # small weights take too little time to be measured once
-    least = {way: [float("inf")] * len(ROWS) for way in ways}
-    for _, (i, rows), way in product(range(TURNS), enumerate(ROWS), ways):
-        # FBGEMM leaves wide registers in use, which slows other kernels until an operation like this one
-        x = weight.new_ones(rows, weight.shape[1]).mul_(1)
-        begun = time.perf_counter()
-        for linear in made[way] * repeats:
-            linear(x)
-        least[way][i] = min(least[way][i], time.perf_counter() - begun)
-    return least
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
+from decode.files import Fields
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.block_parts import (
     BlockConv,
@@ -30,6 +31,17 @@ from decode.models.heads.block_parts import (
 )
 from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, finish_of, finished, output_head
 
+SELECTOR = {
+    "markov_head.markov_w1.weight": "candidate_selector.predecessor_codebook",
+    "markov_head.markov_w2.weight": "candidate_selector.successor_codebook",
+    "markov_head.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
+}
+"""Our names of DFlash 2's selector, and those in files."""
+SLOTS = (
+    "target_layer_ids", "mask_token_id", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank",
+    "selector_top_k",
+)  # fmt: skip
+"""Keys that engines read in ``dflash_config``."""
 NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2"}
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -74,6 +86,7 @@ class BlockHead(DraftHead):
     Attributes:
         version: of `BLOCK_ARCHITECTURES`, the format that it is saved in.
         block: slots of a block, the anchor's included.
+        rank: of the scorer; 0: it has none.
         from_anchor: slot 0 predicts the token after the anchor.
         drafts: tokens that a block drafts at most.
         mask_id: the token in all slots but the first.
@@ -95,7 +108,9 @@ class BlockHead(DraftHead):
         self.block, self.mask_id = int(fields["block_size"]), int(fields["mask_token_id"])
         self.from_anchor = bool(fields["sample_from_anchor"])
         self.drafts = self.block - (not self.from_anchor)
-        self.candidates = min(int(fields.get("candidates") or 0), config.draft_vocab_size)
+        selects = self.version == "dflash2"
+        self.rank = int(fields.get("selector_rank" if selects else "markov_rank") or 0)
+        self.candidates = min(fields["selector_top_k"], config.draft_vocab_size) if selects else 0
         self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
         self.sampled_temperatures: list[float] = list(
             fields.get("confidence_sampled_temperatures") or self.temperatures
@@ -107,11 +122,10 @@ class BlockHead(DraftHead):
         self.layers, self.kinds = nn.ModuleList(layers), [(layer.window, layer.causal) for layer in layers]
         if (window := config.sliding_window or self.block) < self.block:  # which engines read in different ways
             raise UserError(f"a window of {window} tokens is shorter than a block of {self.block} slots: widen it")
-        self.markov_head = MarkovHead(config) if fields.get("markov_rank") else None
+        self.markov_head = MarkovHead(config, self.rank, selects=selects) if self.rank else None
         self.confidence_head: ConfidenceHead | None = None
         if fields.get("enable_confidence_head"):
-            extra = config.markov_rank if fields.get("confidence_head_with_markov") else 0
-            self.confidence_head = ConfidenceHead(width + extra)
+            self.confidence_head = ConfidenceHead(width + self.rank * config.confidence_head_with_markov)
         if self.reduced:
             self._add_tables()
 
@@ -123,6 +137,22 @@ class BlockHead(DraftHead):
     def get_output_embeddings(self) -> nn.Module | None:
         """The layer that makes logits, which optimisers treat as they do output heads."""
         return None if self.markov_head is None else self.markov_head.markov_w2
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `DraftHead.tensors`."""
+        names = SELECTOR if self.candidates else {}
+        return {names.get(name, name): tensor for name, tensor in super().tensors().items()}
+
+    def fields(self) -> Fields:
+        """See `DraftHead.fields`."""
+        fields = super().fields()
+        if fields["is_causal"] is None:  # readers take a key that is there for an answer
+            del fields["is_causal"]
+        if self.version == "dspark":  # the architecture that vLLM and SGLang know in all their versions
+            fields["architectures"] = ["Qwen3DSparkModel"]
+        fields["dflash_config"] = {key: fields[key] for key in SLOTS if key in fields}
+        calibrated = {"confidence_temperatures": self.temperatures}
+        return fields | calibrated | {"confidence_sampled_temperatures": self.sampled_temperatures}
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
         """Blocks ``[.., slots]`` that draft so many tokens after these anchors ``[..]``."""

@@ -59,19 +59,16 @@ def block_config(
             f"the target layers of a block head are {list(ids)}; expected ascending numbers from 0 to {depth - 2} (the "
             f"last layer, {depth - 1}, is left out: its state is normed before heads can read it)"
         )
-    if block < 2:
-        raise UserError(f"a block has {block} slot, expected 2 or more: the anchor's and those of drafted tokens")
-    shape = shape_of(target)
     return Qwen3Config(
-        **shape,
-        **added(version, shape["hidden_size"], markov_rank, confidence=confidence),
+        **shape_of(target),
+        **added(version, target.hidden_size, markov_rank, confidence=confidence),
+        draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size),
         num_target_layers=depth,
         num_hidden_layers=layers,
         layer_types=["full_attention" if window is None else "sliding_attention"] * layers,
         sliding_window=window,
         use_sliding_window=window is not None,
-        draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size),
-        captured_layers=[layer + 1 for layer in ids],
+        target_layer_ids=list(ids),
         block_size=block,
         mask_token_id=mask_id,
         sample_from_anchor=version == "dspark",
@@ -81,11 +78,11 @@ def block_config(
 
 def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> Fields:
     """The fields of a head's configuration that its version decides, beside those of every block head."""
-    return {
-        "architectures": [BLOCK_ARCHITECTURES[version]],
-        "conv_kernel_size": TAPS if version == "dflash2" else 0,
-        "conv_group_size": math.gcd(GROUP, width),
-        "candidates": CANDIDATES if version == "dflash2" else 0,
+    fields: Fields = {"architectures": [BLOCK_ARCHITECTURES[version]]}
+    if version == "dflash2":
+        convolutions = {"conv_kernel_size": TAPS, "conv_group_size": math.gcd(GROUP, width)}
+        return fields | convolutions | {"selector_rank": markov_rank, "selector_top_k": CANDIDATES}
+    return fields | {
         "markov_rank": markov_rank,
         "markov_head_type": "vanilla",
         "enable_confidence_head": confidence,
@@ -102,21 +99,17 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     """The id that stands in the slots of a block: one that no text holds, and neither pad nor the end of a text.
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
-    the byte 0xFF of a byte-level vocabulary, or a control token that neither ends a text nor stands in the template.
-    ``rows`` are those of the target's embedding.
+    or the byte 0xFF of a byte-level vocabulary. ``rows`` are those of the target's embedding.
 
     Raises:
         UserError: there is none.
     """
     known: dict[str, int] = tokenizer.get_vocab()
-    special = tokenizer.all_special_tokens
     taken = {None, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
-    named = {i: token for token, i in known.items() if any(part in token.lower() for part in UNUSED_NAMES)}
-    reserved = sorted(i for i, token in named.items() if token[:1] in "<[" or token in special)
-    behind, template = max(known.values(), default=-1) + 1, str(tokenizer.chat_template)
-    control = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and str(token) not in special]
-    control = [i for i in sorted(control, reverse=True) if str(tokenizer.added_tokens_decoder[i]) not in template]
-    for choice in (tokenizer.mask_token_id, *reserved, behind, *map(known.get, UNWRITTEN), *control):
+    named = [token for token in known if any(part in token.lower() for part in UNUSED_NAMES)]
+    reserved = [known[token] for token in named if token[:1] in "<[" or token in tokenizer.all_special_tokens]
+    behind = max(known.values(), default=-1) + 1
+    for choice in (tokenizer.mask_token_id, *sorted(reserved), behind, *map(known.get, UNWRITTEN)):
         if choice not in taken and choice < rows:
             return int(choice)
     raise UserError(

@@ -24,13 +24,11 @@ from decode.models.fast.weights import Function
 class MarkovHead(nn.Module):
     """A bias of the logits by the token before: W2·m, with m = W1[x] (DSpark, section 3), of a selector P h ⊙ W1[x]."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, rank: int, *, selects: bool) -> None:
         super().__init__()
-        rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
-        selects = getattr(config, "candidates", 0)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False) if selects else None
 
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
@@ -70,10 +68,10 @@ class BlockConv(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
 
-def convolved(conv: Any, x: Tensor, slots: Tensor | None, sublayer: Function) -> Tensor:
+def convolved(conv: Any, x: Tensor, slots: Tensor, sublayer: Function) -> Tensor:
     """A sublayer (attention or MLP, without the residual) of ``x [.., n, width]`` between its convolutions, if any.
 
-    ``slots [n]`` is the place of each row in its block; None: the rows are one block.
+    ``slots [n]`` is the place of each row in its block.
     """
     if conv is None:
         return sublayer(x)
@@ -82,11 +80,11 @@ def convolved(conv: Any, x: Tensor, slots: Tensor | None, sublayer: Function) ->
     return _convolve(sublayer(_convolve(x, before, slots)), after, slots)
 
 
-def _convolve(x: Tensor, kernel: Tensor, slots: Tensor | None) -> Tensor:
+def _convolve(x: Tensor, kernel: Tensor, slots: Tensor) -> Tensor:
     """The sum of the slots before each of ``x [.., n, width]``, weighed by a kernel ``[.., n, taps, width]``."""
     first, *rest = kernel.unbind(-2)
     total = first * x
     for i, weight in enumerate(rest[: x.shape[-2] - 1], 1):
         before, weight = x[..., :-i, :], weight[..., i:, :]
-        total[..., i:, :].addcmul_(weight if slots is None else weight * (slots[i:] >= i)[:, None], before)
+        total[..., i:, :].addcmul_(weight * (slots[i:] >= i)[:, None], before)
     return total

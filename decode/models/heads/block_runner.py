@@ -3,21 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.draft import upload
 from decode.core.sampling import argmax
 from decode.models.api import PIECE, Out, joined
-from decode.models.fast.cache import NewTokens, Views
-from decode.models.fast.forward import FastForward, Placed
-from decode.models.fast.layout import Kind, Layer
+from decode.models.fast.cache import NewTokens, Views, upload
+from decode.models.fast.forward import Placed
+from decode.models.fast.layout import Layer
 from decode.models.fast.weights import Linear, norm
 from decode.models.heads.block import NAMES, BlockHead
 from decode.models.heads.block_parts import convolved
@@ -39,7 +36,7 @@ class BlockRunner(DraftHeadRunner):
     """Drafts blocks after sequences.
 
     The cache of a sequence holds keys and values that the head made of the target's features; they are never rolled
-    back. A feature passes no layer: every layer's keys and values are linear maps of it, all computed by one product.
+    back. A feature passes no layer: every layer's keys and values are linear maps of it, computed with the block's own.
     """
 
     head: BlockHead
@@ -47,41 +44,24 @@ class BlockRunner(DraftHeadRunner):
     @torch.no_grad()
     def __init__(self, head: BlockHead, target: PreTrainedModel, pack: str = "off") -> None:
         layers: list[Any] = list(head.layers)
+        windows, self.causal = map(list, zip(*head.kinds))
         name = f"the {NAMES[str(head.version)]} head"
-        super().__init__(head, target, layers, pack, name, "a block head drafts blocks")
-        self.finish = finish_of(target)
-        make, kv_heads, d = self.make, self.shape.kv_heads, self.shape.width
-        attention: list[Any] = [layer.self_attn for layer in layers]
-        # elements of a head in the order of `FastForward`'s rotation
-        order = torch.arange(d).view(2, -1).T.flatten() if self.shape.tuned else torch.arange(d)
-        rows = torch.arange(kv_heads * d).view(-1, d)[:, order].flatten()
-        parts = [weight for layer in attention for weight in (layer.k_proj.weight[rows], layer.v_proj.weight)]
-        self.norms = torch.stack([layer.k_norm.weight[order] for layer in attention])
+        super().__init__(head, target, layers, pack, name, "a block head drafts blocks", windows)
+        self.finish, make = finish_of(target), self.make
         self.fuse = make(head.fc.weight)
         self.norm_context = norm(head.hidden_norm)
-        self.context = make(torch.cat(parts))
         self.bias: Linear | None = None
         if head.markov_head is not None:  # of which a selector reads single rows
             self.bias = (Linear if head.candidates else make)(head.markov_head.markov_w2.weight)
-        self.convs = [
-            tuple(map(self._conv, (layer.attention_conv, layer.mlp_conv), (read.norm1, read.norm2)))
-            for layer, read in zip(layers, self.network.layers)
-        ]
-        of_layers, self.causal = map(list, zip(*head.kinds))
-        windows, weights = [*dict.fromkeys(of_layers)], self.network.weights
-        if windows != [None]:
-            weights.kinds = list(map(Kind, windows))
-            for window, read in zip(of_layers, weights.layers):
-                read.kind = windows.index(window)
-            self.network = FastForward(weights, head.rotary)
+        self.convs = [(self._conv(layer.attention_conv), self._conv(layer.mlp_conv)) for layer in layers]
         self.packing = make.sentence()
 
-    def _conv(self, conv: Any, before: Any) -> Any:
-        """A convolution as `convolved` reads it, after a norm whose scale the following projections may hold."""
+    def _conv(self, conv: Any) -> Any:
+        """A convolution as `convolved` reads it."""
         if conv is None:
             return None
-        weight = conv.kernel_projection.weight * (before.scale if getattr(before, "folded", False) else 1)
-        return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=self.make(weight))
+        kernel = self.make(conv.kernel_projection.weight)
+        return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=kernel)
 
     def new_cache(self) -> FeatureRow:
         """See `Model.new_cache`."""
@@ -92,76 +72,76 @@ class BlockRunner(DraftHeadRunner):
         """See `Model.remaining`; no more than a block drafts."""
         return min(self.head.drafts, self.limit - len(ids) + self.head.from_anchor)
 
-    def read(self, caches: Sequence[FeatureRow]) -> None:
-        """Read the features that wait, a piece of each sequence at a time."""
-        network, shape = self.network, self.shape
-        kv_heads, d = shape.kv_heads, shape.width
-        while waiting := [cache for cache in caches if len(cache.unread)]:
-            new = [NewTokens(cache, cache.length, min(PIECE, len(cache.unread))) for cache in waiting]
-            factors = network.place(new).rotary[0]
-            features = joined([text.cache.unread.take(text.count) for text in new])
-            context = self.norm_context(self.fuse(features))
-            made = self.context(context)
-            made = made.view(len(made), len(network.layers), 2 * kv_heads, d)
-            keys = made[:, :, :kv_heads]
-            keys.copy_(F.rms_norm(keys, (d,), eps=self.head.config.rms_norm_eps) * self.norms[:, None])
-            if shape.tuned:  # the factors of values are 1
-                torch.view_as_complex(made.view(*made.shape[:2], -1, 2)).mul_(factors[:, None, -kv_heads * d :])
-            else:
-                keys.copy_(torch.bmm(keys.flatten(1, 2), factors).view_as(keys))
-            for text, values in zip(new, made.permute(1, 2, 0, 3).split([text.count for text in new], 2)):
-                network.cache.tensor[:, text.cache.row, :, text.start : text.end] = values
-                text.cache.length = text.end
+    def read(self, cache: FeatureRow, leave: int = 0) -> None:
+        """Read the features that wait in pieces, until so many are left."""
+        network = self.network
+        while len(cache.unread) > leave:
+            text = NewTokens(cache, cache.length, min(PIECE, len(cache.unread) - leave), block=True)
+            placed, features = network.place([text]), self._features(cache.unread.take(text.count))
+            for held, layer in zip(network.cache.tensor, network.layers):
+                _, new = network.rotated(layer, layer.qkv(features), placed)
+                held[cache.row, :, text.start : text.end] = new[0]
+            cache.length = text.end
+
+    def _features(self, features: Tensor) -> Tensor:
+        """What the layers read of the target's features, ``[n, width]``."""
+        return self.norm_context(self.fuse(features))
 
     def draft(self, caches: Sequence[FeatureRow], pending: Sequence[int], drafts: Sequence[int]) -> Block:
-        """Run a block after each sequence, whose pending token is the anchor.
+        """Run a block after each sequence, whose pending token is the anchor, and read the features that wait with it.
 
         Args:
             caches: one of each sequence, each once; those of the same memory in the order of their rows.
             pending: the anchors.
             drafts: tokens to draft of each.
         """
-        self.read(caches)
-        network, head, anchors = self.network, self.head, upload(pending, self.device)
-        counts, first = [n + (not head.from_anchor) for n in drafts], int(not head.from_anchor)
+        network, head, first, most = self.network, self.head, int(not self.head.from_anchor), max(drafts)
+        counts = [n + first for n in drafts]
+        for cache, n in zip(caches, counts):
+            self.read(cache, max(0, PIECE - n))
+        waiting = [len(cache.unread) for cache in caches]
         placed = dict[bool, Placed]()
         for causal in set(self.causal):
-            new = [NewTokens(cache, cache.length, n, block=not causal) for cache, n in zip(caches, counts)]
+            texts = zip(caches, waiting, counts)
+            new = [NewTokens(cache, cache.length, k + n, block=not causal) for cache, k, n in texts]
             placed[causal] = network.place(new)
-        blocks, starts = head.tokens(anchors, max(drafts)), [*accumulate(counts, initial=0)]
-        equal = min(counts) == max(counts)
-        places = [at * max(counts) + i for at, n in enumerate(counts) for i in range(n)]
-        tokens = blocks.flatten() if equal else blocks.flatten().index_select(0, upload(places, self.device))
-        x = self._run(network.embed(tokens), placed, counts)
-        if equal:
-            x = x.unflatten(0, (len(counts), -1))[:, first:]
-        else:
-            rows = [[start + first + min(i, n - 1) for i in range(max(drafts))] for start, n in zip(starts, drafts)]
-            x = x[upload(rows, self.device)]
-        logits, hidden = network.project(x.flatten(0, 1))
-        logits = finished(logits, *self.finish) if self.bias is None else logits  # else once the bias is added
-        logits, hidden = (part.unflatten(0, x.shape[:2]) for part in (logits, hidden))
-        return Block(logits, hidden, anchors=anchors)
+        # among the rows of all texts those of features and those of slots; the slots that are read, their places in
+        # their blocks, and those that draft
+        reads, slots, used, numbers, drafting = (list[int]() for _ in range(5))
+        for i, (k, n) in enumerate(zip(waiting, counts)):
+            start, slot = len(reads) + len(slots), len(slots)
+            reads += range(start, start + k)
+            slots += range(start + k, start + k + n)
+            used += range(i * (most + first), i * (most + first) + n)
+            numbers += range(n)
+            drafting += [slot + min(first + j, n - 1) for j in range(most)]
+        lists = upload([pending, reads, slots, used, numbers, drafting], self.device)
+        anchors, of_features, of_slots, places, in_block, drawn = lists
+        x = network.embed(head.tokens(anchors, most).flatten().index_select(0, places))
+        y = x.new_empty(len(reads) + len(slots), x.shape[1])
+        if reads:
+            features = [cache.unread.take(k) for cache, k in zip(caches, waiting) if k]
+            y.index_copy_(0, of_features, self._features(joined(features)))
 
-    def _run(self, x: Tensor, placed: dict[bool, Placed], counts: Sequence[int]) -> Tensor:
-        """All layers on the slots of blocks, which see each other as `placed` has it for causal layers and others."""
-        network, count, where = self.network, len(self.causal), next(iter(placed.values()))
-        if len(placed) == 1 and self.convs[0][0] is None:
-            return network.run(x, 0, count, where)
-        slots = None if len(counts) == 1 else upload([i for n in counts for i in range(n)], self.device)
-
-        def attention(layer: Layer, causal: bool, views: Views, y: Tensor) -> Tensor:
-            return layer.out(network.attention(layer, layer.qkv(y), placed[causal], views))
+        def attention(layer: Layer, causal: bool, views: Views, z: Tensor) -> Tensor:
+            y.index_copy_(0, of_slots, z)
+            mixed = network.attention(layer, layer.qkv(y), placed[causal], views)
+            return layer.out(mixed.index_select(0, of_slots))
 
         def mlp(layer: Layer, z: Tensor) -> Tensor:
             return layer.down(network.mlp(layer, z))
 
         layer: Any
-        of_layers = network.layers, self.convs, self.causal, where.views(network.cache, 0, count)
-        for layer, (first, second), causal, views in zip(*of_layers):
-            x = x + convolved(first, layer.norm1(x), slots, partial(attention, layer, causal, views))
-            x = x + convolved(second, layer.norm2(x), slots, partial(mlp, layer))
-        return x
+        of_layers = next(iter(placed.values())).views(network.cache, 0, len(network.layers))
+        for layer, (before, behind), causal, views in zip(network.layers, self.convs, self.causal, of_layers):
+            x = x + convolved(before, layer.norm1(x), in_block, partial(attention, layer, causal, views))
+            x = x + convolved(behind, layer.norm2(x), in_block, partial(mlp, layer))
+        for cache, k in zip(caches, waiting):
+            cache.length += k
+        logits, hidden = network.project(x.index_select(0, drawn))
+        logits = finished(logits, *self.finish) if self.bias is None else logits  # else once the bias is added
+        logits, hidden = (part.unflatten(0, (len(counts), most)) for part in (logits, hidden))
+        return Block(logits, hidden, anchors=anchors)
 
     def scores(self, block: Block) -> tuple[Tensor, Tensor]:
         """A selector's candidates, the target's ids ``[texts, drafts, c]``, and their scores given each before.
@@ -209,7 +189,7 @@ class BlockRunner(DraftHeadRunner):
         head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
         anchors = block.anchors
         if len(texts) < len(logits):
-            at = upload(texts, self.device)
+            (at,) = upload([texts], self.device)
             logits, hidden, anchors = (x.index_select(0, at) for x in (logits, hidden, anchors))
         tokens = anchors if tokens is None else tokens
         if tokens.dim() > 1:

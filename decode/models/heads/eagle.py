@@ -82,15 +82,28 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+TABLES = {"d2t", "t2d"}  # of a reduced vocabulary: how much is added to an id of the head, which ids it drafts
+
+
+def captured_layers(config: Any) -> tuple[int, ...]:
+    """The target's states that a head of this configuration reads.
+
+    i is the state that enters layer i, and the number of layers is the last one, after the final norm, which is read
+    where no others are named. Block heads name the layers that the states leave, as engines do.
+    """
+    if left := getattr(config, "target_layer_ids", None):
+        return tuple(layer + 1 for layer in left)
+    return tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or [config.num_target_layers])
+
+
 class DraftHead(nn.Module):
     """What all heads on a target's hidden states have: which states they read, and which tokens they draft.
 
     Attributes:
-        config: shape and `captured_layers`.
+        config: shape, and the states that are read: see `captured_layers`.
         version: 1 or 3 of EAGLE, ``dflash``, ``dspark``, or ``mtp`` of a target's own next-token layers.
         drafts: most tokens of a draft; None: any number.
-        captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
-            that enters layer i, and the number of layers is the last one, after the final norm.
+        captured_layers: the target's states whose concatenation is the feature.
     """
 
     d2t: Tensor
@@ -102,7 +115,7 @@ class DraftHead(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
+        self.captured_layers = captured_layers(config)
 
     def _add_tables(self) -> None:
         """Tables of a reduced vocabulary, which drafts the first ids until `set_vocabulary` is called."""
@@ -129,6 +142,18 @@ class DraftHead(nn.Module):
         """Draft these target ids only (long, ascending, as many as the head has logits)."""
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()[ids] = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The head's tensors as they are named in files.
+
+        The vocabulary's tables are among them only where the head drafts some of the target's tokens: vLLM makes no
+        parameter for them where the vocabularies are equal.
+        """
+        return {name: tensor for name, tensor in self.state_dict().items() if self.reduced or name not in TABLES}
+
+    def fields(self) -> Fields:
+        """The head's config.json, as vLLM and SGLang read it."""
+        return self.config.to_dict()
 
 
 class FeatureHead(DraftHead):
@@ -197,6 +222,14 @@ class FeatureHead(DraftHead):
             return x, x
         normed = parts[1](states)
         return normed if self.normed_residual else states, torch.cat([parts[0](embeds), normed], -1)
+
+    def fields(self) -> Fields:
+        """See `DraftHead.fields`."""
+        fields = super().fields()
+        if entered := fields.get("eagle_aux_hidden_state_layer_ids"):
+            left = [layer - 1 for layer in entered]  # as SGLang counts them
+            fields["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": left}
+        return fields
 
     def output(self, states: Tensor) -> Tensor:
         """States as the output head reads them."""
@@ -353,7 +386,7 @@ def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
-def default_captured_layers(layers: int) -> tuple[int, int, int]:
+def default_captured_layers(layers: int) -> tuple[int, ...]:
     """EAGLE-3's low, middle and high states: those that enter layers 2, L/2 and L − 3, as the engines take them.
 
     Targets in which these are not three different ones get the first, the middle and the last state between layers.
@@ -362,10 +395,10 @@ def default_captured_layers(layers: int) -> tuple[int, int, int]:
         UserError: a target of one layer.
     """
     if layers < 2:
-        raise UserError(f"EAGLE-3 reads three different hidden states, and a target of {layers} layer has only two")
+        raise UserError(f"EAGLE-3 reads states between layers, and a target of {layers} layer has none")
     if layers > 6:
         return 2, layers // 2, layers - 3
-    return (1, layers // 2, layers - 1) if layers > 3 else (0, 1, 2)
+    return (1, layers // 2, layers - 1) if layers > 3 else tuple(range(layers))
 
 
 TAKEN = (
@@ -380,23 +413,25 @@ def shape_of(target: Any) -> Fields:
     Where its layers differ it is the last one's; a target without attention gets heads of 64 elements.
     """
     layer, width = target.per_layer_config[-1], target.hidden_size
-    given = {"intermediate_size": 4 * width, "num_attention_heads": max(1, width // 64)}
-    given |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-    given |= {name: value for name in TAKEN if (value := getattr(layer, name, None)) is not None}
-    heads, rope = given["num_attention_heads"], getattr(target, "rope_parameters", None) or {}
+    given = {name: getattr(layer, name, None) for name in TAKEN}
+    heads = given["num_attention_heads"] or max(1, width // 64)
     head_dim = getattr(layer, "head_dim", None) or width // heads
-    theta = rope.get("full_attention", rope).get("rope_theta") or 10000.0
-    return (
-        {"num_key_value_heads": heads}
-        | given
-        | {
-            "hidden_size": width,
-            "target_hidden_size": width,
-            "head_dim": head_dim + head_dim % 2,  # rotation takes pairs of elements
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-            "tie_word_embeddings": False,
-        }
-    )
+    rope = getattr(target, "rope_parameters", None) or {}
+    return given | {
+        "hidden_size": width,
+        "target_hidden_size": width,
+        "intermediate_size": given["intermediate_size"] or 4 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": given["num_key_value_heads"] or heads,
+        "head_dim": head_dim + head_dim % 2,  # rotation takes pairs of elements
+        "max_position_embeddings": given["max_position_embeddings"] or 2048,
+        "rms_norm_eps": given["rms_norm_eps"] or 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rope.get("full_attention", rope).get("rope_theta") or 10000.0,
+        },
+        "tie_word_embeddings": False,
+    }
 
 
 def head_config(
@@ -405,11 +440,13 @@ def head_config(
     """The configuration of a head of the target's shape; what is not given is the target's, or as published."""
     layers = target.num_hidden_layers
     drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
+    entered = list(captured_layers or default_captured_layers(layers)) if version == 3 else None
     return LlamaConfig(
         **shape_of(target),
         architectures=[ARCHITECTURES[version]],
         num_hidden_layers=1,
+        num_target_layers=layers,
         draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
-        captured_layers=[layers] if version == 1 else list(captured_layers or default_captured_layers(layers)),
+        eagle_aux_hidden_state_layer_ids=entered,
         # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
     )

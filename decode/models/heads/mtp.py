@@ -17,6 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from decode.core.draft import Ids
 from decode.errors import UserError
+from decode.files import Fields
 from decode.models.api import Cache, Capture, Model, Out, Read
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.runner import Features
@@ -43,7 +44,7 @@ class MtpHead(DraftHead):
 
     def __init__(self, mtp: MtpModel, target_config: PreTrainedConfig) -> None:
         of_target = target_config.get_text_config()
-        mtp.config.captured_layers = [of_target.num_hidden_layers]
+        mtp.config.num_target_layers = of_target.num_hidden_layers
         mtp.config.target_hidden_size = of_target.hidden_size
         super().__init__(mtp.config)
         object.__setattr__(self, "mtp", mtp)  # as a submodule it would add the target's tables to the parameters
@@ -90,6 +91,13 @@ class MtpHead(DraftHead):
                 past_key_values=cache,
             )
             yield hidden if rows is None else hidden.flatten(0, 1).index_select(0, rows)
+
+    def fields(self) -> Fields:
+        """The target's config.json, with what the tuned layers are."""
+        tuned = {name: getattr(self.config, name, None) for name in ("dtype", "num_assistant_tokens")}
+        fields = self.target_config.to_diff_dict() | tuned | {"draft_format": MTP}
+        fields.pop("quantization_config", None)  # tuned layers have no scales
+        return fields
 
     def tensors(self) -> dict[str, Tensor]:
         """The layers' tensors under the names of the target's files."""

@@ -104,27 +104,39 @@ def in_target(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
 class DraftHeadRunner(RowRunner):
     """The layers of a head in the role of a draft model: `FastForward` on the target's embedding and output head.
 
-    `make` chooses the layout of each weight, as subclasses do for those outside the layers.
+    `make` chooses the layout of each weight, as subclasses do for those outside the layers; `windows` are those of the
+    layers' attention, by default none.
     """
 
     def __init__(
-        self, head: Any, target: PreTrainedModel, layers: Sequence[Any], pack: str, name: str, refusal: str
+        self,
+        head: Any,
+        target: PreTrainedModel,
+        layers: Sequence[Any],
+        pack: str,
+        name: str,
+        refusal: str,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         config, self.head, self.draft_ids = head.config, head, head.draft_ids()
         bare = isinstance(head, FeatureHead)  # `FeatureHead.pairs` norms what attention reads
         linear = head.lm_head if hasattr(head, "lm_head") else output_head(target, self.draft_ids, block=not bare)
         final = hasattr(head, "norm") and not getattr(head, "normed_states", False)
         tuned, heads, d = tunable(head), config.num_attention_heads, config.head_dim
-        self.shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned)
-        self.make = make = Linears(pack, len(layers), copies=tuned, half=pack == "auto")
+        self.shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned and bare)
+        self.make = make = Linears(pack, copies=tuned, half=pack == "auto")
+        of_layers = [decoder_layer("llama", layer, self.shape, make, normed=bare) for layer in layers]
+        kinds = list(dict.fromkeys(windows))
+        for layer, window in zip(of_layers, windows):
+            layer.kind = kinds.index(window)
         self.network = FastForward(
             Weights(
                 self.shape,
-                [decoder_layer("llama", layer, self.shape, make, normed=bare) for layer in layers],
+                of_layers,
                 F.silu if config.hidden_act == "silu" else layers[0].mlp.act_fn,
                 gated=True,
                 parallel=False,
-                kinds=[Kind()],
+                kinds=list(map(Kind, kinds)),
                 embedding=(getattr(head, "embed_tokens", None) or target.get_input_embeddings()).weight,
                 final_norm=norm(head.norm) if final else lambda x: x,
                 head=make(linear.weight, linear.bias),

@@ -9,12 +9,11 @@ from families import build_architecture
 from heads import make_block_head
 from pairs import make_pair, make_tokenizer
 
-from decode.commands.bench import bench, bench_options, chosen_methods, draft_names, plan_entries, run
+from decode.commands.bench import bench, chosen_methods, draft_names, open_session, run
 from decode.commands.settings import BenchSettings
 from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.rest import Datastore
 from decode.errors import UserError
-from decode.measure.session import BenchOptions, Session
 from decode.methods import Parts
 from decode.models.open import Pair
 from decode.options import MethodOptions
@@ -39,31 +38,31 @@ def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_n
 def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
     pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
-    settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")])
-    assert bench_options(settings, ["vanilla"], pair, tmp_path).datastore is None
-    folder = bench_options(settings, [method], pair, tmp_path).datastore
+    settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")], threads=1, pack="off")
+    assert open_session(settings, ["prompt-lookup"], pair, {}, tmp_path)[0].options.datastore is None
+    folder = open_session(settings, [method], pair, {}, tmp_path)[0].options.datastore
     assert folder is not None
     ids = pair.tokenizer("Tom has").input_ids
     assert Datastore(folder, tokenizer_fingerprint(pair.tokenizer)).longest(ids)[0] == len(ids)
 
 
-def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny):
+def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny, tmp_path):
     methods, (target, draft) = ["eagle-tree", "vanilla"], make_pair(tiny)
-    session = Session(target, {"d": draft}, make_tokenizer(), BenchOptions(pack="off", threads=1))
+    settings = BenchSettings(target="t", methods=methods, threads=1, pack="off")
     with pytest.raises(
-        UserError, match=r"eagle-tree drafts with a feature head \(EAGLE\), and LlamaForCausalLM .* is a language model"
+        UserError, match=r"eagle-tree drafts with a feature head \(EAGLE\), and LlamaForCausalLM is a language model"
     ):
-        plan_entries(BenchSettings(target="t", methods=methods), methods, session)
+        open_session(settings, methods, Pair(target, make_tokenizer()), {"d": draft}, tmp_path)
 
 
-def test_without_names_the_methods_are_those_that_target_and_draft_allow(tiny) -> None:
+def test_without_names_the_methods_are_those_that_target_and_draft_allow(tiny, tmp_path) -> None:
     """A head without a confidence head does not stop by it, and a recurrent target reads no trees."""
     llama, recurrent = tiny("llama"), build_architecture("Mamba-2")
     for target, draft in ((llama, make_block_head(llama, "dflash")), (recurrent, None)):
         drafts = {"d": draft} if draft is not None else {}
-        session = Session(target, drafts, make_tokenizer(), BenchOptions(pack="off", threads=1))
+        settings, pair = BenchSettings(target="t", threads=1, pack="off"), Pair(target, make_tokenizer())
         methods = ["block", "block-confidence", "prompt-lookup", "lookahead"][0 if drafts else 2 :]
-        names = [entry.method for entry in plan_entries(BenchSettings(target="t"), methods, session)]
+        names = [entry.method for entry in open_session(settings, methods, pair, drafts, tmp_path)[1]]
         assert names == (["block", "prompt-lookup", "lookahead"] if drafts else ["prompt-lookup"])
 
 

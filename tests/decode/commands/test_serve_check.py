@@ -49,7 +49,6 @@ def heads(tiny, tmp_path: Path) -> Path:
     make_tokenizer().save_pretrained(tmp_path / "target")
     torch.manual_seed(0)
     head = FeatureHead(head_config(target.config, 3, captured_layers=(0, 1, 2)))
-    head.config.eagle_aux_hidden_state_layer_ids = [0, 1, 2]
     (tmp_path / "draft").mkdir()
     save_head(head, tmp_path / "draft")
     return tmp_path

@@ -16,7 +16,6 @@ from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
 from reading import on_host
 from torch import Tensor
-from transformers import AddedToken
 
 from decode.core.draft import Drafts
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
@@ -341,8 +340,6 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
             block_config(config, "dflash", layers=1, block=4, mask_id=0, target_layers=wrong)
     with pytest.raises(UserError, match="a window of 3 tokens is shorter than a block of 4 slots"):
         BlockHead(block_config(config, "dflash", layers=1, block=4, mask_id=0, window=3))
-    with pytest.raises(UserError, match="2 or more"):
-        block_config(config, "dflash", layers=1, block=1, mask_id=0)
     assert default_layers(36, 5) == (1, 9, 17, 25, 33)
     assert default_layers(30, 5) == (1, 8, 14, 20, 27)
     target = tiny("llama")
@@ -353,13 +350,10 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
 
 class Vocabulary:
     pad_token_id, eos_token_id, bos_token_id, mask_token_id = 0, 1, None, None
-    all_special_tokens, chat_template = ("<pad>", "<eos>", "<|reserved_5|>"), "{{ '<turn>' + text }}"
+    all_special_tokens = ("<pad>", "<eos>", "<|reserved_5|>")
 
     def __init__(self, *tokens: str) -> None:
         self.tokens = tokens
-        self.added_tokens_decoder = {
-            i: AddedToken(token, special=True) for i, token in enumerate(tokens) if "<" in token
-        }
 
     def get_vocab(self) -> dict[str, int]:
         return {token: i for i, token in reversed([*enumerate(self.tokens)])}  # in no order of ids
@@ -379,6 +373,5 @@ def test_the_mask_is_a_token_that_no_text_holds() -> None:
     assert mask("a", "b", rows=6) == 4  # a row of the embedding behind the ids
     assert mask("a", "ÿ") == 3
     assert mask("a", "<0xFF>") == 3
-    assert mask("a", "<file>", "<name>", "<turn>") == 4  # the last control token with which no turn begins
     with pytest.raises(UserError, match="add a special token"):
         mask("a", "reserved", "<turn>")  # a word of texts

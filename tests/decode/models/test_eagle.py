@@ -110,9 +110,7 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
 
 TREES = [
     FeatureDrafter,
-    lambda *made: FeatureTreeDrafter(*made, width=3, nodes=8),
     lambda *made: HybridDrafter(FeatureDrafter(*made), match=2, length=4),
-    lambda *made: HybridDrafter(FeatureTreeDrafter(*made, width=3, nodes=6), match=2, length=4),
     lambda *made: HybridDrafter(FeatureTreeDrafter(*made, width=2, nodes=4), match=6, branch=3),
 ]
 
@@ -129,7 +127,7 @@ def test_feature_heads_draft_for_texts_together_what_does_not_change_them(
     end = generate(target, prompts[0], 16)[9]
     wanted = [generate(target, p, min(16, CONTEXT + 1 - len(p)), eos_token_id=end) for p in prompts]
     assert len({len(text) - len(prompt) for text, prompt in zip(wanted, prompts)}) > 2  # they end at different times
-    for make, warp in product(TREES, (GREEDY, LogitsWarper(1.0))):
+    for make, warp in product(TREES, (GREEDY, LogitsWarper(1.0)) if family == "llama" else (GREEDY,)):
         system = Method("", make(head, runner, warp), StopRule(4))
 
         def texts(*numbers: int, size: int, system: Method = system, warp: LogitsWarper = warp) -> list[Any]:
@@ -139,13 +137,11 @@ def test_feature_heads_draft_for_texts_together_what_does_not_change_them(
             return decode_texts(runner, system, warp, some, rngs=rngs, **options)
 
         alone = [texts(i, size=1)[0] for i in range(len(prompts))]
-        for size in (2, 7) if warp is GREEDY else (3,):
-            found = texts(*range(len(prompts)), size=size)
-            assert [text.ids for text in found] == [text.ids for text in alone]
-            assert [[r.drafted for r in text.rounds] for text in found] == [
-                [r.drafted for r in text.rounds] for text in alone
-            ]
-            assert head.network.cache.tensor.shape[1] == 1
+        found = texts(*range(len(prompts)), size=3)
+        assert [text.ids for text in found] == [text.ids for text in alone]
+        drafted = ([[r.drafted for r in text.rounds] for text in some] for some in (found, alone))
+        assert next(drafted) == next(drafted)
+        assert head.network.cache.tensor.shape[1] == 1
         if warp is GREEDY:
             assert [text.ids for text in alone] == wanted
             assert sum(sum(r.drafted for r in text.rounds) for text in alone) > 40
@@ -252,10 +248,11 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
 
 
 def test_three_different_states_are_captured_whatever_the_depth() -> None:
-    for layers in range(2, 40):
+    for layers in range(3, 40):
         captured_layers = default_captured_layers(layers)
         assert list(captured_layers) == sorted(set(captured_layers))
-        assert 0 <= captured_layers[0] < captured_layers[2] <= layers
+        assert 0 <= captured_layers[0] < captured_layers[2] < layers
+    assert default_captured_layers(2) == (0, 1)
     assert default_captured_layers(32) == (2, 16, 29)
     assert default_captured_layers(4) == (1, 2, 3)
     with pytest.raises(UserError, match="1 layer"):

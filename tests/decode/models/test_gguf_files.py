@@ -67,7 +67,6 @@ def test_a_file_is_converted_once_until_it_changes(file: Path, model: PreTrained
             assert (tokenizer.eos_token_id, config.num_hidden_layers) == (0, 2)
             assert "[assistant]" in tokenizer.chat_template
         assert capsys.readouterr().err.count("is converted once") == 1
-    assert len(list((tmp_path / "cache" / "gguf").iterdir())) == 1  # what was made of the first file is gone
     opened.train()(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
     opened.save_pretrained(tmp_path / "plain")  # trained and saved like any other
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")

@@ -49,7 +49,7 @@ def test_auto_is_the_gpu_and_the_checkpoints_format_where_there_is_one(monkeypat
         ("mps", "no float64"),
         ("cuda", "choose cpu or auto"),
         ("gpu", "choose auto, cpu, cuda"),
-        ("cuda:3", "finds 1 CUDA"),
+        ("cuda:3", "does not find"),
     ],
 )
 def test_devices_that_are_not_here_are_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,31 +79,32 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     save_file(kept, weights, metadata={"format": "pt"})
     assert re.search(r"model\.layers\.1\.\S+ is missing", refusal(target))
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "damaged or cut off" in refusal(target)
+    assert "SafetensorError" in refusal(target)
     (tmp_path / "empty").mkdir()
     assert "config.json" in refusal(tmp_path / "empty")
-    assert f"there is no folder '{tmp_path}/targt'; train it first" in refusal(tmp_path / "targt")
+    assert f"there is no folder '{tmp_path}/targt': train it first" in refusal(tmp_path / "targt")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off(monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(sources, "_asked", {})
+    sources._silent.cache_clear()
     asked = []
     session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
     monkeypatch.setattr(sources, "get_session", lambda: session)
     began = time.monotonic()
     for load in (partial(load_model, **CPU), load_tokenizer, load_config):
         with pytest.raises(
-            UserError, match=r"^cannot load the \w+ 'some/name@v1': it is no folder .* does not answer: "
+            UserError, match=r"^cannot load the \w+ 'some/name@v1': .*; it is no folder .* does not answer: "
         ):
             load("some/name@v1")
     assert time.monotonic() - began < 10  # huggingface_hub alone takes 23 s for each
     assert len(asked) == 1
     assert constants.HF_HUB_OFFLINE is False
-    monkeypatch.setattr(sources, "MEMORY", 0.0)
+    sources._silent.cache_clear()
     session.head = lambda url, timeout: None
-    assert not sources.hub_offline()  # it answers again
+    assert not sources.hub_offline()
+    sources._silent.cache_clear()
 
 
 def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path: Path, tiny: Any) -> None:

@@ -121,7 +121,7 @@ def examples() -> Examples:
 def test_labels_that_can_be_predicted_are_counted_and_a_batch_s_columns_are_in_their_order() -> None:
     rows = examples()
     assert rows.lengths.tolist() == [3, 2, 4]
-    assert rows.label_offsets.tolist() == [0, 2, 3, 5]  # the first token of a text has nothing to be predicted from
+    assert rows.label_counts.tolist() == [2, 1, 2]  # the first token of a text has nothing to be predicted from
     assert rows.labels_of(np.array([0, 2, 2])) == 6
     assert [rows.prompt(i) for i in range(3)] == [[5], [8], [10, 11]]
     batch = rows.batch(np.array([2, 0]))

@@ -14,6 +14,7 @@ from decode.errors import UserError
 from distill.config.data import DataSettings, PromptSettings
 from distill.config.teacher import ResponseSettings
 from distill.data import prompts as prompts_module
+from distill.data import writing
 from distill.data.chat import ChatFormat
 from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_rows, user_turn
 from distill.responses.target import answered_texts
@@ -192,7 +193,7 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
     assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
     calls = []
 
-    def dying(*args: Any, write: Any = prompts_module.write_texts, **options: Any) -> list[list[int]]:
+    def dying(*args: Any, write: Any = writing.write_texts, **options: Any) -> list[list[int]]:
         calls.append(1)
         if len(calls) == 2:
             raise Killed
@@ -200,7 +201,7 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
 
     second, _ = run_of_target("second")
     with monkeypatch.context() as patch:
-        patch.setattr(prompts_module, "write_texts", dying)
+        patch.setattr(writing, "write_texts", dying)
         with pytest.raises(Killed):
             _ = second.corpus
     files = sorted((second.work / "prompts").rglob("*.safetensors"))

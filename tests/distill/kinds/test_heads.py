@@ -196,7 +196,7 @@ def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
         monkeypatch.setattr(block, "room", lambda _, most=most: 4 * most)
         reads.clear()
         add_losses(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
-        kept.append(np.concatenate([made.columns["reference_loss"][i] for i in range(4)]))
+        kept.append(np.concatenate([made.values("reference_loss", i) for i in range(4)]))
     assert max(cells) <= most
     assert len(reads) == 1  # of the target, however many parts there are
     assert len(cells) > 2

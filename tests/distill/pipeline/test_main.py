@@ -13,11 +13,9 @@ from tiny_run import tiny_settings
 from wandb.sdk.launch.sweeps import utils
 
 from decode.commands import bench as compare
-from decode.commands.checks import picked
 from decode.commands.cli import parse, read_config, run_main
 from decode.commands.settings import bench_settings
 from decode.methods import Parts
-from decode.options import MethodOptions
 from distill import __main__ as command
 from distill import train
 from distill.ablation import AblateSettings
@@ -129,7 +127,7 @@ def test_every_file_is_read_by_its_commands(path: Path) -> None:
     if not commands.keys() & content.keys() or "bench" in content:
         settings = bench_settings(argv)
         assert settings.target
-        parts = Parts(picked(MethodOptions, settings), "model", datastore=True)
+        parts = Parts(settings, "model", datastore=True)
         assert compare.chosen_methods(settings, [parts, *(replace(parts, draft=kind) for kind in ("eagle", "block"))])
 
 

@@ -32,7 +32,7 @@ def keep(signal: Signal, examples: Examples, folder: Path | None = None) -> None
 
 
 def column(examples: Examples, name: str) -> np.ndarray:
-    return np.concatenate([examples.columns[name][number] for number in range(len(examples))])
+    return np.concatenate([examples.values(name, number) for number in range(len(examples))])
 
 
 @pytest.mark.parametrize("kind", ["hidden", "topk", "online"])

@@ -237,9 +237,9 @@ def test_states_of_answers_are_packed_as_they_come_and_no_text_is_read_twice(tmp
         settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=6, temperature=0.0)
         put = Packed.put
 
-        def counted(self: Packed, example: Any, states: Any) -> None:
+        def counted(self: Packed, *example: Any) -> None:
             lying.append(len(list(tmp_path.rglob("[0-9].safetensors"))) + len(list(tmp_path.rglob("??.safetensors"))))
-            put(self, example, states)
+            put(self, *example)
 
         monkeypatch.setattr(Packed, "put", counted)
         _, run, printed = run_tiny(begun(settings))
