@@ -65,10 +65,10 @@ def seeded(drafts: dict[str, DraftSettings]) -> dict[str, DraftSettings]:
     single: dict[str, DraftSettings] = {}
     references = {draft.reference for draft in drafts.values() if draft.selects}
     for name, draft in drafts.items():
-        if len(draft.seeds) < 2 or name in references:
-            single[name] = replace(draft, seeds=draft.seeds if len(draft.seeds) < 2 else [])
-        if len(draft.seeds) > 1:
-            single |= {f"{name}-seed{seed}": replace(draft, seeds=[seed]) for seed in draft.seeds}
+        several = draft.seeds if len(draft.seeds) > 1 else []
+        if not several or name in references:
+            single[name] = replace(draft, seeds=[] if several else draft.seeds)
+        single |= {f"{name}-seed{seed}": replace(draft, seeds=[seed]) for seed in several}
     return single
 
 

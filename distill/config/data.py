@@ -1,6 +1,5 @@
 """Settings of the data."""
 
-import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -93,9 +92,12 @@ class DataSettings:
 
     def templates(self) -> tuple[str, str] | None:
         """Return the templates of these settings, with line breaks and tabs that a shell or YAML left escaped."""
-        given = [text for text in (self.prompt_template, self.response_template) if text is not None]
-        plain = [re.sub(r"(?<!\\)\\([nt])", lambda escaped: {"n": "\n", "t": "\t"}[escaped[1]], text) for text in given]
-        return (plain[0], plain[1]) if plain else None
+        if self.prompt_template is None or self.response_template is None:
+            return None
+        prompt, response = (
+            text.replace("\\n", "\n").replace("\\t", "\t") for text in (self.prompt_template, self.response_template)
+        )
+        return prompt, response
 
     def validate(self) -> None:
         """Check every value that can be judged without reading data."""
