@@ -75,19 +75,18 @@ class _Bar(tqdm):
 
 
 class Work:
-    """A piece of work and how much of it is done."""
+    """A piece of work and how much of it is done; shown as a bar of tqdm, of which these are options, or not at all."""
 
-    def __init__(self, name: str = "", total: float | None = None, progress: Progress | None = None) -> None:
-        self.name, self.total, self._progress = name.strip(), total, progress
-        self.done: float = 0
+    def __init__(self, name: str = "", total: float | None = None, **options: Any) -> None:
+        self.name, self.total, self._options = name.strip(), total, options or {"disable": True}
         self._bar: Any = None
-        self._open()
+        self.begin(0)
 
-    def _open(self) -> None:
-        """Show a new bar in place of an earlier one, which counts the time from here."""
+    def begin(self, done: float, total: float | None = None) -> None:
+        """Shows a new bar, which counts time from here, with `done` finished before."""
         self.close()
-        if self._progress is not None:
-            self._bar = _Bar(desc=f"  {self.name}", total=self.total, initial=self.done, **self._progress.options)
+        self.done, self.total = done, total or self.total
+        self._bar = _Bar(desc=f"  {self.name}", total=self.total, initial=done, **self._options)
 
     def close(self) -> None:
         """Show nothing any more."""
@@ -100,24 +99,16 @@ class Work:
 
     def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
         """Sets what is given."""
-        name, total, done = name or self.name, total or self.total, self.done if done is None else done
-        more, another = done - self.done, total != self.total
-        self.name, self.total, self.done = name, total, done
-        if another or more < 0:
-            self._open()
-        elif self._bar is not None:
-            self._bar.set_description_str(f"  {name}", refresh=False)
-            self._bar.update(more)
-
-    def begin(self, done: float, total: float | None = None) -> None:
-        """Counts time from here, with `done` finished before."""
-        self.done, self.total = done, total or self.total
-        self._open()
+        done, self.name = self.done if done is None else done, name or self.name
+        if (total or self.total) != self.total or done < self.done:
+            return self.begin(done, total)
+        more, self.done = done - self.done, done
+        self._bar.set_description_str(f"  {self.name}", refresh=False)
+        self._bar.update(more)
 
     def tell(self, detail: str) -> None:
         """Shows a detail beside it from now on, such as the current loss."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(detail, refresh=False)
+        self._bar.set_postfix_str(detail, refresh=False)
 
 
 class Progress:
@@ -142,7 +133,7 @@ class Progress:
 
     def add(self, name: str, total: float | None = None) -> Work:
         """A piece of work that begins now."""
-        self._works.append(Work(name, total, self))
+        self._works.append(Work(name, total, **self.options))
         return self._works[-1]
 
     def __enter__(self) -> Progress:

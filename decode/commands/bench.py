@@ -148,7 +148,7 @@ def run(settings: BenchSettings) -> None:
     benchmark = Benchmark(session)
     try:
         with working(console, "reading prompts"):
-            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, tell=console.print)
+            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes)
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
             files = write_report(benchmark, asdict(settings), folder)

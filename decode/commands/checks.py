@@ -1,7 +1,6 @@
 """Settings are checked before anything is loaded, and converted to warpers, method options, stores and suites."""
 
 import dataclasses
-import json
 import sys
 import typing
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
 from decode.drafters.probe import describe_probes
 from decode.errors import UserError, choose
-from decode.files import Fields
+from decode.files import Fields, read_model_json
 from decode.measure import machine
 from decode.methods import Parts
 from decode.models.heads.files import head_kind
@@ -148,19 +147,14 @@ def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None
     Raises:
         UserError: the file is damaged.
     """
-    path = Path(draft or "") / "speculation_profile.json"
-    if draft is None or not path.is_file():
+    profile = read_model_json(Path(draft or "") / "speculation_profile.json")
+    if "round_costs" not in profile:
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        costs = RoundCosts.from_dict(content["round_costs"]) if "round_costs" in content else None
-        there = content.get("batch_size_conditions") or {}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); export the draft again") from error
-    here = machine.describe(device)
-    other = [f"{there.get(key)}, not {here.get(key)}" for key in machine.HARDWARE if there.get(key) != here.get(key)]
-    if costs is None or not other:
-        return costs
-    again = "measure them here with python -m decode profile --batch-sizes"
-    print(f"the costs in {path} are not used: they were measured on {other[0]}; {again}", file=sys.stderr)
-    return None
+    there, here = profile.get("batch_size_conditions", {}), machine.describe(device)
+    for key in machine.HARDWARE:
+        if there.get(key) != here.get(key):
+            again = "measure them here with python -m decode profile --batch-sizes"
+            measured = f"they were measured on {there.get(key)}, not {here.get(key)}; {again}"
+            print(f"the costs in the profile of {draft} are not used: {measured}", file=sys.stderr)
+            return None
+    return RoundCosts.from_dict(profile["round_costs"])

@@ -15,13 +15,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from decode.core.draft import Ids
 from decode.core.round import clustered_ratio
+from decode.core.sampling import LogitsWarper
 from decode.files import Fields, read_json
+from decode.measure.acceptance import offline_alphas
 from decode.measure.baselines import using_config
 from decode.models.huggingface import context_of
 from decode.models.open import DraftModel, stop_ids
-from decode.models.texts import teacher_forced
 
-Accepted = list[list[list[bool]]]  # whether a drafted token is accepted, by text, depth and position
+Accepted = Sequence[Sequence[Sequence[float]]]  # 1 where a drafted token is accepted, by text, depth and position
 Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, and of the tokens that follow it
 
 
@@ -71,13 +72,6 @@ def mean_length(texts: Sequence[Drafts]) -> tuple[float, float]:
     return 1 + mean, se
 
 
-def difference_error(served: Sequence[Drafts], predicted: Sequence[Drafts]) -> float:
-    """Standard error of served minus predicted accepted length of the same texts, paired by text."""
-    mean = mean_length(predicted)[0] - 1
-    more = [sum(a.accepted) - sum(b.accepted) - mean * (a.rounds - b.rounds) for a, b in zip(served, predicted)]
-    return clustered_ratio(more, [text.rounds for text in served])[1]
-
-
 # -- what is predicted -------------------------------------------------------------------------------------------------
 
 
@@ -95,30 +89,24 @@ def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text]
         (heads have several: their first token is drafted from the target's states, others from their own); and the
         share of the texts' tokens that are the target's argmax, which is 1 for greedy texts of this target.
     """
-    limit = context_of(target.config.get_text_config())
-    read = []
-    for prompt, new in texts:
+    limit, answered = context_of(target.config.get_text_config()), [text for text in texts if text[1]]
+    forced = []
+    for prompt, new in answered:
         ids = [*prompt, *new]
-        if new and len(ids) + depth <= limit:
+        if len(ids) + depth <= limit:
             batch = torch.tensor([ids], device=target.device)
             with using_config(target, GenerationConfig(max_new_tokens=depth, do_sample=False, pad_token_id=0)):
                 ids = target.generate(batch, attention_mask=torch.ones_like(batch))[0].tolist()
-        read.append((ids, len(prompt)))
-    accepted: Accepted = [[[]] for _ in texts]
-    right = 0
-    for forced in teacher_forced(target, {"": draft}, read, depth=depth):
-        (ids, start), at = read[forced.number], forced.at
-        y = torch.tensor(ids[at], device=forced.p.device)
-        if at.start == start:
-            accepted[forced.number] = [[] for _ in forced.q[""]]
-        for hits, logits in zip(accepted[forced.number], forced.q[""]):
-            hits += (logits.argmax(-1) == y).tolist()
-        right += int((forced.p.argmax(-1) == y)[: max(0, start + len(texts[forced.number][1]) - at.start)].sum())
-    return accepted, right / max(1, sum(len(new) for _, new in texts))
+        forced.append((ids, len(prompt)))
+    alphas = offline_alphas(target, {"draft": draft, "target": target}, forced, LogitsWarper(0.0), depth=depth)
+    by_depth = alphas["draft"][0].shorter.get(depth, alphas["draft"])
+    found = iter(zip(*(alpha.kept for alpha in by_depth)))
+    right = sum(sum(kept[: len(new)]) for kept, (_, new) in zip(alphas["target"][0].kept, answered))
+    return [next(found) if new else [[]] for _, new in texts], right / max(1, sum(len(new) for _, new in texts))
 
 
 def predicted_drafts(
-    accept: Sequence[Sequence[bool]],
+    accept: Sequence[Sequence[float]],
     length: int,
     draft_length: int,
     *,

@@ -14,7 +14,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, groupby, islice, product
@@ -52,7 +52,7 @@ from decode.models.api import Model
 from decode.models.open import DraftModel
 from decode.models.sources import quiet
 from decode.options import MethodOptions, split_spec
-from decode.progress import current, duration
+from decode.progress import current
 
 BASELINE = "autoregressive"  # the loop without a drafter, the baseline of `speedup`
 REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greedy ones have to equal
@@ -326,13 +326,11 @@ class Benchmark:
         entries: Iterable[BenchEntry],
         *,
         batch_sizes: Iterable[int] = (1,),
-        tell: Callable[[str], object] | None = None,
     ) -> list[Fields]:
         """Measure all entries on all suites at all batch sizes; the baselines are added at every temperature.
 
         A batch that needs more prompts takes them again from the start. Of transformers' methods only ``generate``
-        decodes batches. Returns `rows`, in which entries keep their order. `tell` is given a line on how many texts are
-        written, and about how long that takes, before they are.
+        decodes batches. Returns `rows`, in which entries keep their order.
 
         Raises:
             UserError: a store is missing, or no prompt fits the context.
@@ -359,12 +357,6 @@ class Benchmark:
             table.sort(key=lambda e: (e.method not in (BASELINE, REFERENCE), e.method == REFERENCE))
             blocks.append((suite, size, table, groups))
         rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
-        if tell and blocks:
-            texts = session.options.repeats * sum(len(table) * len([*chain(*groups)]) for *_, table, groups in blocks)
-            with machine.using_threads(session.threads):
-                chats = blocks[0][3][0][:1]
-                (text,) = EntryRun(session, BenchEntry(BASELINE)).write(chats, 0, 0, session.options.max_new_tokens)
-            tell(f"{texts:,} texts are written, about {duration(texts * text.seconds)} at the speed without a draft")
         current().update(done=0, total=session.options.repeats * rounds)
         for suite, size, table, groups in blocks:
             runs = [EntryRun(session, entry, size) for entry in table]

@@ -22,7 +22,7 @@ import numpy as np
 from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.stop import Fixed, StopRule, token_probability
+from decode.core.stop import StopRule
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
 from decode.files import Fields
 from decode.loop import Method, Text, run
@@ -49,7 +49,6 @@ class Costs:
     cost_ratio: float  # c: drafting one token, in one-token target forwards; 0 without a draft model
     verify_cost: dict[int, float]  # v(n), verification of n - 1 drafted tokens and of the token before them
     context: int  # tokens before the rounds that were timed
-    reading: float = 0.0  # seconds that a stop rule's look at a drafted token adds, as token_probability does
 
     @property
     def least(self) -> float:
@@ -60,7 +59,7 @@ class Costs:
     def to_dict(self) -> Fields:
         """For reports; v as a list of ``[n, v(n)]``."""
         content = {"cost_ratio": self.cost_ratio, "verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}
-        return content | {"context": self.context, "reading": self.reading, "round_costs": self.rounds.to_dict()}
+        return content | {"context": self.context, "round_costs": self.rounds.to_dict()}
 
 
 @dataclass
@@ -126,30 +125,20 @@ def measure_costs(
     for k in sorted({min(k, longest) for k in lengths}):
         inputs = MethodInputs(target, warp, draft, options=MethodOptions(draft_length=k))
         methods[k] = Method("", Copies(k), StopRule(k)) if draft is None else build("vanilla", inputs)
-    k = max(methods)
-    watched = Method("", methods[k].drafter, StopRule(k, token_probability, threshold=Fixed(-1.0)))
     seconds = {}
     for batch in sorted({1, *batch_sizes}, reverse=True):
-        timed = time_methods(target, methods | ({-1: watched} if batch == 1 else {}), warp, prompts, batch)
-        watching = timed.pop(-1, timed[k])[0]
+        timed = time_methods(target, methods, warp, prompts, batch)
         # a block head drafts no more than its block, and where nothing is drafted there is no round of such a length
         seconds[batch] = {round(drafted): spent for spent, *_, drafted in timed.values()}
     plain, (_, drafting, _, _) = timed[0][2], timed[min(methods.keys() - {0})]
     verify = {round(drafted) + 1: verifying / plain for _, _, verifying, drafted in timed.values()}
     context = round(statistics.median(map(len, prompts)))
-    reading = max(0.0, watching - timed[k][0]) / max(1.0, timed[k][3])
-    return Costs(RoundCosts(seconds), drafting / plain if draft else 0.0, verify, context, reading)
+    return Costs(RoundCosts(seconds), drafting / plain if draft else 0.0, verify, context)
 
 
-def speedup(
-    tokens: float, rounds: Mapping[int, float], costs: RoundCosts, batch: int = 1, *, more: float = 0.0
-) -> float:
-    """Predicted speedup over rounds without a draft.
-
-    `tokens` are those that all rounds wrote, `rounds` the number of rounds by draft length, `more` the seconds that
-    they take besides.
-    """
-    spent = sum(count * costs.round(batch, k) for k, count in rounds.items()) + more
+def speedup(tokens: float, rounds: Mapping[int, float], costs: RoundCosts, batch: int = 1) -> float:
+    """Predicted speedup over rounds without a draft, of the tokens that a number of rounds by draft length wrote."""
+    spent = sum(count * costs.round(batch, k) for k, count in rounds.items())
     return tokens * costs.round(batch, 0) / spent if spent else float("nan")
 
 

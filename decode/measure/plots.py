@@ -91,20 +91,17 @@ def lines(
     xlabel: str,
     ylabel: str,
     *,
-    colours: Mapping[str, str] | None = None,
     log_x: bool = False,
     at_one: bool = False,
 ) -> str:
     """Lines through points (x, y) or (x, y, low, high), the ends of an interval; points not finite are left out.
 
-    Axes are labelled with quantity and formula. `colours` are those of names that have the same one in several
-    figures; `at_one` draws a dashed line at y = 1.
+    Axes are labelled with quantity and formula; `at_one` draws a dashed line at y = 1.
     """
     axes, drawn = new_axes(title, xlabel, ylabel, 2.4), list[Any]()
     for i, (name, values) in enumerate(series.items()):
         kept = [value for value in values if all(map(finite, value))]
-        colour = (colours or {}).get(name, COLOURS[i % len(COLOURS)])
-        marker = MARKERS[i % len(MARKERS)] if len(kept) < 10 else ""
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)] if len(kept) < 10 else ""
         line: Any = (0, (4, 3)) if kept in drawn else "-"  # a line that hides another one shows it in its gaps
         axes.plot([v[0] for v in kept], [v[1] for v in kept], ls=line, marker=marker, color=colour, label=name)
         drawn.append(kept)
@@ -120,8 +117,8 @@ def lines(
     return as_svg(axes)
 
 
-def acceptance_by_position(series: Mapping[str, Sequence[Row]], colours: Mapping[str, str] | None = None) -> str:
+def acceptance_by_position(series: Mapping[str, Sequence[Row]]) -> str:
     """Survival: the share of the rounds that accept 1, 2, … drafted tokens or more, ``marginal`` of a report."""
     points = {name: [(row["position"], row["marginal"]) for row in rows] for name, rows in series.items()}
     xlabel, ylabel = "position in the draft (token)", "accepted ÷ rounds"
-    return lines(points, "Survival of a draft's tokens by position", xlabel, ylabel, colours=colours)
+    return lines(points, "Survival of a draft's tokens by position", xlabel, ylabel)

@@ -272,17 +272,6 @@ def answers(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def by_length(rows: Sequence[Row]) -> list[Table]:
-    """A table of acceptance by the length of the text, where texts of several lengths were decoded."""
-    places = [(row, row.get("acceptance_by_length") or ()) for row in rows]  # absent from reports of older versions
-    spread = [
-        {"name": row["name"], "temperature": row["temperature"], **part}
-        for row, parts in places if len(parts) > 1 for part in parts
-    ]  # fmt: skip
-    keys = ("name", "temperature", "text_length", "rounds", "accepted_length", "alpha")
-    return [Table(keys, spread, "Acceptance by the length of the text", True)] if spread else []
-
-
 def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
     """Write report.json and the page, and the tables into the files that ``csv`` and ``markdown`` of the settings name.
 
@@ -327,7 +316,7 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
         }:
             figures.append((plots.acceptance_by_position(positions), ""))
         text = f"repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
-        yield Section(title, text, tables=[Table(keys_of(rows), rows), *by_length(fastest[:5])], figures=figures)
+        yield Section(title, text, tables=[Table(keys_of(rows), rows)], figures=figures)
         for row in drafting(sure):
             name = f"{row['name']}, {row['suite']}, {mode(row['temperature'])}"
             by_size.setdefault(name, []).append((row["batch_size"], row["speedup"], *(row["speedup_ci95"] or ())))

@@ -173,12 +173,8 @@ class Session:
         half, draws = max(1, self.options.max_new_tokens // 2), draws_of_loop(self.options.seed)
         with machine.using_threads(self.threads):
             begun = write_texts(self.runner, ids, warp, budgets=half, stop_ids=(), draws=draws)
-            texts, alike = [prompt + new for prompt, new in zip(ids, begun)], {}
+            texts = [prompt + new for prompt, new in zip(ids, begun)]
             for name in drafts:
                 draft = self.drafts[name] if name else None
-                # drafts of one shape cost the same, so one of them is timed
-                shape = draft and (draft.name, draft.weight_bytes or name, draft.packing)
-                if shape not in alike:
-                    lengths = {*LENGTHS, longest} if draft else WIDE
-                    alike[shape] = measure_costs(self.runner, draft, warp, texts, lengths, batch_sizes)
-                self.costs[name] = alike[shape]
+                lengths = {*LENGTHS, longest} if draft else WIDE
+                self.costs[name] = measure_costs(self.runner, draft, warp, texts, lengths, batch_sizes)

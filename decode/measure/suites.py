@@ -84,9 +84,6 @@ def iter_rows(path: str | Path) -> Iterator[Row]:
         for row in _read(path):
             if not isinstance(row, dict):
                 raise ValueError("a row must be an object with named columns, such as {'question': '...'}")
-            if splits := [name for name in ("train", "validation", "test") if isinstance(row.get(name), list)]:
-                held = f"it holds splits ({', '.join(splits)}) and not rows"
-                raise ValueError(f"{held}; write the rows of each into a file of its own, for data.files")
             number += 1
             yield row
     except UserError:

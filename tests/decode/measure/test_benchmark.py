@@ -38,7 +38,7 @@ def models(tiny):
 def bench(models):
     target, draft = models
     entries = plan(METHODS, {"small": draft}, [0.0, 1.0])
-    options = BenchOptions(max_new_tokens=16, repeats=2)
+    options = BenchOptions(max_new_tokens=12, repeats=2, pack="off")
     return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
 
 
@@ -101,7 +101,7 @@ def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models) -> None
     target, draft = models
     told = []
     for repeats in (1, 3):
-        options = BenchOptions(max_new_tokens=24, repeats=repeats)
+        options = BenchOptions(max_new_tokens=24, repeats=repeats, pack="off")
         entries = [BenchEntry("vanilla", "d", MethodOptions(draft_length=3))]
         bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite()], entries, options)
         told.append((bench.rows[-1], bench.rows[-1]["acceptance_by_position"]))
@@ -136,7 +136,7 @@ def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_ow
 
 def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
     target, draft = models
-    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1, pack="off"))
     rounds = RoundCosts({1: {0: 0.01, 1: 0.0135, 8: 0.038}})
     session.costs["small"] = Costs(rounds, 0.25, {1: 1.0}, 9)
     entry, plain, guarded = plan(["cost-optimal", "vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
@@ -149,7 +149,7 @@ def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> N
 
 def test_a_repeat_knows_nothing_of_what_another_learned(models) -> None:
     target, draft = models
-    bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2)))
+    bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2, pack="off")))
     run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
     items = bench.session.items(make_suite(1))
     run.write([items], 0, 0, 20)
@@ -161,7 +161,9 @@ def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models) -> None
     padded = copy.deepcopy(target)
     padded.resize_token_embeddings(288)
     entries = [BenchEntry("vanilla", "d"), BenchEntry("generate-assistant", "d")]
-    bench = run_benchmark(target, {"d": padded}, make_tokenizer(), [make_suite(1)], entries, BenchOptions(8, 1))
+    bench = run_benchmark(
+        target, {"d": padded}, make_tokenizer(), [make_suite(1)], entries, BenchOptions(8, 1, pack="off")
+    )
     ours, theirs = bench.rows[2:]
     assert (ours["identical_to_target"], ours["accepted_per_tested"]) == (True, 1)
     assert ("transformers refused" in theirs["note"], theirs["speedup"]) == (True, None)
@@ -178,7 +180,7 @@ def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(mod
     generate = benchmark_module.generate
     monkeypatch.setattr(benchmark_module, "generate", refusing)
     chats = [Prompt(f"c/{i}", f"Say {i}", None, turns=(f"Say {i}", "And then?")) for i in range(2)]
-    options = BenchOptions(6, 1, chat=True)
+    options = BenchOptions(6, 1, chat=True, pack="off")
     bench = Benchmark(Session(models[0], None, make_tokenizer(chat=True), options))
     bench.run([Suite("chats", chats, None)], [BenchEntry("prompt-lookup")], batch_sizes=[1, 2])
     small, large = ([row for row in bench.rows if row["batch_size"] == size and not row["baseline"]] for size in (1, 2))
@@ -195,13 +197,13 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
     tokenizer = make_tokenizer(chat=True)
     spelt = Prompt("c/1", f"End it with {tokenizer.eos_token}", None)
     suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?")), spelt], None)
-    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
+    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True, pack="off"))
     first, second = session.items(suite)
     assert session.notes["chat"].startswith("1 prompts are left out, whose text spells a control token")
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
     answer = session.text(session.written([first.ids], session.options.warp)[0])
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
-    plain = Session(models[0], None, tokenizer, BenchOptions(6, 1))
+    plain = Session(models[0], None, tokenizer, BenchOptions(6, 1, pack="off"))
     assert len(plain.items(suite)) == 2
     assert "of 1 prompts the first turn alone is asked" in plain.notes["chat"]
     assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
@@ -210,16 +212,16 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
 
 
 def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models) -> None:
-    session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1))
+    session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1, pack="off"))
     with pytest.raises(UserError, match=r"context of the target holds 256, 300 new ones"):
         session.items(make_suite(2))
-    short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1))
+    short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1, pack="off"))
     kept = short.items(make_suite(12))
     assert 0 < len(kept) < 12
     assert short.notes["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit the context of the target, 256 t")
     draft = copy.deepcopy(models[1])
     draft.config.max_position_embeddings = 64
-    both = Session(models[0], {"d": draft}, make_tokenizer(), BenchOptions(30, 1, threads=1))
+    both = Session(models[0], {"d": draft}, make_tokenizer(), BenchOptions(30, 1, pack="off"))
     assert 0 < 12 - len(both.items(make_suite(12))) < 12
     assert "do not fit the context of the draft d, 64 tokens" in both.notes["toy"]
     short.runner.vocab_size = 40
@@ -278,7 +280,8 @@ def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(
     assert "fastest" not in answers(busy)[0]
 
 
-def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path) -> None:
+def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("decode.measure.costs.TURNS", 2)
     session = Session(models[0], {"small": models[1]}, make_tokenizer(), BenchOptions(10, 2, threads=1, pack="off"))
     entries = plan(["vanilla", "cost-optimal", "generate-assistant"], session.draft_models, draft_lengths=[1, 3])
     batches = Benchmark(session)

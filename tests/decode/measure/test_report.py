@@ -143,13 +143,3 @@ def test_columns_that_are_alike_in_every_row_become_a_sentence() -> None:
         ["position", "decoded"], "offline 0.900 at every position",
     )  # fmt: skip
     assert p.without_constants(("position", "offline"), rows[:1]) == (["position", "offline"], "")
-
-
-def test_acceptance_by_length_is_a_table_only_where_texts_have_several_lengths() -> None:
-    short = {"text_length": "0–127", "rounds": 3, "accepted_length": 2.0, "alpha": 0.6, "alpha_se": 0.1}
-    both = {"name": "b", "acceptance_by_length": [short, short | {"text_length": "128–255"}]}
-    assert p.by_length([{"name": "a", "temperature": 0.0, "acceptance_by_length": [short]}]) == []
-    (table,) = p.by_length([both | {"temperature": 0.0}, both | {"temperature": 1.0}])
-    assert [[p.cell(row, key) for key in table.keys] for row in table.rows] == [
-        ["b", heat, length, "3", "2.00", "0.600 ± 0.100"] for heat in ("0", "1") for length in ("0–127", "128–255")
-    ]  # fmt: skip

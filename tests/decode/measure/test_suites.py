@@ -200,8 +200,6 @@ def test_a_file_is_read_in_the_encoding_and_the_form_it_has(tmp_path, name, cont
         ("a.json", b'"text"', "named columns"),
         ("a.jsonl", b'{"a": 1}\n\n["b"]', "near row 2: .*named columns"),
         ("a.json", b'[{"a": 1}', "near row 1: Expecting ',' delimiter"),
-        ("a.json", json.dumps({"train": ROWS, "test": ROWS}).encode(), r"it holds splits \(train, test\)"),
-        ("a.jsonl", json.dumps({"test": ROWS}).encode(), r"splits \(test\) and not rows; .*data\.files"),
         ("a.jsonl", b"", "no rows"),
         ("a.parquet", b"not parquet", "cannot be read"),
         ("a.xlsx.gz", b"", r"ends in '.gz': rows are read from .csv, .json"),
