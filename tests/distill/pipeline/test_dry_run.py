@@ -16,7 +16,6 @@ from distill.config import DraftSettings, Settings
 from distill.config.data import DataSettings
 from distill.config.models import StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import ResponseSettings
-from distill.data import prompts
 from distill.pipeline import prepare_settings, show_example
 from distill.rehearse import PLAIN_CHAT, estimate, shrink
 from distill.stages import run_stages
@@ -114,12 +113,13 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path, tiny, monkeypatch) -
     tokenizer, written = make_tokenizer(chat=True), []
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
 
-    def sample(model: Any, asked: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        written.append(len(asked))
-        texts = (f"What is {sum(written)} plus {number}?" for number in range(len(asked)))
-        return [[*tokenizer.encode(text), 0] for text in texts]
+    def sample(*arguments: Any) -> Any:
+        jobs = list(arguments[-1])
+        written.append(len(jobs))
+        texts = (f"What is {sum(written)} plus {number}?" for number in range(len(jobs)))
+        return [(job.number, [*tokenizer.encode(text), 0]) for job, text in zip(jobs, texts)]
 
-    monkeypatch.setattr(prompts, "write_texts", sample)
+    monkeypatch.setattr("distill.run.written_here", sample)
     settings = tiny_settings(tmp_path, target=given(tmp_path / "given", model, tokenizer), evaluation=False)
     settings.data = DataSettings(source="target", train_examples=1000, max_length=128)
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=4)
