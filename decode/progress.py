@@ -1,7 +1,7 @@
 """What a terminal shows: tables that fit it, and the progress of long work.
 
 Progress is bars on a terminal; elsewhere a line at the start, then at most one every `EVERY` seconds. `working` shows
-one piece of work, `Progress` several, one after another. Code that is called inside reports through `current`.
+a piece of work; code that is called inside reports through `current`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any
 
 from rich.cells import cell_len
@@ -111,39 +110,6 @@ class Work:
         self._bar.set_postfix_str(detail, refresh=False)
 
 
-class Progress:
-    """Shows pieces of work until its block is left; the console is standard error if none is given.
-
-    Transient bars vanish at the end; without `bars` a terminal shows nothing, for work whose parts draw their own.
-    """
-
-    def __init__(self, console: Console | None = None, *, transient: bool = False, bars: bool = True) -> None:
-        self.console = console = console or Console(stderr=True)
-        drawn, self._works = console.is_terminal, list[Work]()
-        self.options: dict[str, Any] = {
-            "file": console.file,
-            "disable": console.quiet or (drawn and not bars),
-            "leave": drawn and not transient,
-            "mininterval": 0.1 if drawn else EVERY,
-            "maxinterval": EVERY,
-            "smoothing": 0,  # the time left is by the mean speed: work may advance by batches
-            "dynamic_ncols": drawn,
-            "bar_format": None if drawn else "{desc} {n_fmt}/{total_fmt} ({elapsed} so far, {remaining} left{postfix})",
-        }
-
-    def add(self, name: str, total: float | None = None) -> Work:
-        """A piece of work that begins now."""
-        self._works.append(Work(name, total, **self.options))
-        return self._works[-1]
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for work in self._works:
-            work.close()
-
-
 UNSHOWN = Work()
 _current: ContextVar[Work] = ContextVar("work", default=UNSHOWN)
 
@@ -154,10 +120,27 @@ def current() -> Work:
 
 
 @contextmanager
-def working(console: Console | None, name: str, total: float | None = None, *, bars: bool = True) -> Iterator[Work]:
-    """Shows one piece of work; without bars in lines only, for work whose parts draw their own."""
-    with Progress(console, transient=True, bars=bars) as progress, as_current(progress.add(name, total)) as work:
-        yield work
+def working(
+    console: Console | None, name: str, total: float | None = None, *, bars: bool = True, leave: bool = False
+) -> Iterator[Work]:
+    """Shows one piece of work on a console, by default standard error, and makes it the `current` one.
+
+    On a terminal nothing is shown without `bars`, for work whose parts draw their own; a bar vanishes at the end unless
+    `leave` is set.
+    """
+    console = console or Console(stderr=True)
+    drawn = console.is_terminal
+    work = Work(
+        name, total, file=console.file, disable=console.quiet or (drawn and not bars), leave=drawn and leave,
+        mininterval=0.1 if drawn else EVERY, maxinterval=EVERY, dynamic_ncols=drawn,
+        smoothing=0,  # the time left is by the mean speed: work may advance by batches
+        bar_format=None if drawn else "{desc} {n_fmt}/{total_fmt} ({elapsed} so far, {remaining} left{postfix})",
+    )  # fmt: skip
+    with as_current(work):
+        try:
+            yield work
+        finally:
+            work.close()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -98,30 +98,29 @@ def fingerprint(*parts: object) -> str:
 
 
 @contextmanager
-def locked(path: Path, unwritable: str, taken: str = "") -> Iterator[None]:
-    """Hold the lock of a file, which ends with the process. Another holder is waited for, or refused as ``taken``.
+def only_one(path: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, which ends with the process; further ranks belong to the first one's run.
 
     Raises:
-        UserError: Another process holds it, or the file cannot be written, which is told as ``unwritable``.
+        UserError: Another process holds it, or the file cannot be written.
     """
+    if not ranks.is_first():
+        yield
+        return
+    folder = path.parent.parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise UserError(f"{unwritable} ({error.strerror})") from error
+        raise UserError(
+            f"nothing can be written to {folder}: choose another --output-dir or --name, or make room for a folder "
+            f"there ({error.strerror})"
+        ) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if taken else 0))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # of another kind on a file system without flock
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                taken = f"another process is working in {folder}: wait for it, stop it, or choose another --name"
                 raise UserError(taken) from error
         yield
-
-
-def only_one(path: Path) -> AbstractContextManager[None]:
-    """Keep a second process out of a run's folder; further ranks belong to the first one's run."""
-    if not ranks.is_first():
-        return nullcontext()
-    folder, instead = path.parent.parent, "choose another --output-dir or --name, or make room for a folder there"
-    taken = f"another process is working in {folder}: wait for it, stop it, or choose another --name"
-    return locked(path, f"nothing can be written to {folder}: {instead}", taken)

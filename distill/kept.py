@@ -5,8 +5,8 @@ of processes write shards of their own into one folder, and read those of all by
 by the files alone, so that neither a kill nor another number of processes repeats a finished shard.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from threading import RLock
@@ -42,17 +42,17 @@ class Kept:
 
     Args:
         shapes: The columns.
-        folder: Where the shards are; None: values stay in memory.
+        folder: Where the shards are.
     """
 
-    def __init__(self, shapes: Shapes, folder: Path | None = None) -> None:
+    def __init__(self, shapes: Shapes, folder: Path) -> None:
         self.shapes, self.folder = shapes, folder
-        self.shards: list[Path | Values] = []
+        self.shards: list[Path] = []
         self.keys, self.places = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         self._unsorted: list[tuple[Keys, Ints]] = []
         self._waiting: list[tuple[int, Values]] = []
         self._lock = RLock()
-        self._opened = lru_cache(OPENED)(self._open)
+        self._opened = lru_cache(OPENED)(partial(safe_open, framework="numpy"))
         self.scan()
 
     @classmethod
@@ -72,10 +72,7 @@ class Kept:
 
     def scan(self) -> None:
         """Look for shards that other processes, or earlier ones, have written; one that is cut short is none."""
-        visited = {shard for shard in self.shards if isinstance(shard, Path)}
-        for path in sorted(self.folder.glob("*.safetensors")) if self.folder is not None else ():
-            if path in visited:
-                continue
+        for path in sorted({*self.folder.glob("*.safetensors")} - {*self.shards}):
             try:
                 with safe_open(path, "numpy") as file:
                     if {*self.shapes, "keys"} <= {*file.keys()}:
@@ -83,7 +80,7 @@ class Kept:
             except (OSError, SafetensorError):
                 continue
 
-    def _add(self, shard: Path | Values, keys: Keys) -> None:
+    def _add(self, shard: Path, keys: Keys) -> None:
         self._unsorted.append((keys, len(self.shards) * PLACES + np.arange(len(keys))))
         self.shards.append(shard)
 
@@ -132,12 +129,9 @@ class Kept:
         for name, (shape, kind) in self.shapes.items():
             parts = [np.asarray(values[name], kind).reshape(-1, *shape) for _, values in texts]
             shard[name], shard[f"{name}.ends"] = np.concatenate(parts), np.cumsum(list(map(len, parts)))
+        # of all its texts: another shard may begin with a text that is in both
+        path = self.folder / f"{blake2b(keys.tobytes(), digest_size=8).hexdigest()}.safetensors"
         with self._lock:
-            if self.folder is None:
-                self._add(shard, keys)
-                return
-            # of all its texts: another shard may begin with a text that is in both
-            path = self.folder / f"{blake2b(keys.tobytes(), digest_size=8).hexdigest()}.safetensors"
             write_safely(path, lambda file: save_file(shard, file))
             self._add(path, keys)
 
@@ -150,15 +144,10 @@ class Kept:
         if (place := int(self.find(np.array([key], np.uint64))[0])) < 0:
             raise KeyError(key)
         shard, number = divmod(place, PLACES)
-        column = self._opened(shard)
+        column = self._opened(self.shards[shard]).get_slice
         start, end = [0, *column(f"{name}.ends")[max(0, number - 1) : number + 1]][-2:]
         shape, kind = self.shapes[name]
         return column(name)[start:end] if end > start else np.zeros((0, *shape), kind)
-
-    def _open(self, number: int) -> Callable[[str], Any]:
-        """What gives a column of a shard, of which slices are read."""
-        shard = self.shards[number]
-        return shard.__getitem__ if isinstance(shard, Mapping) else safe_open(shard, "numpy").get_slice
 
     # -- sharing the work ---------------------------------------------------------------------------------------------
 
@@ -170,8 +159,6 @@ class Kept:
         Raises:
             UserError: The disk has no room for them.
         """
-        if self.folder is None:
-            return work
         free = ranks.exchange(free_bytes(self.folder))[0]  # which also waits until all have looked what is missing
         if work and size > free:
             needs = f"{self.folder} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there"
@@ -187,9 +174,8 @@ class Kept:
             UserError: A text is missing, because processes see different folders.
         """
         self.flush()
-        if self.folder is not None:
-            ranks.barrier()
-            self.scan()
+        ranks.barrier()
+        self.scan()
         if (self.find(keys) < 0).any():
             raise UserError(f"{self.folder} is not seen alike by all processes: give all of them the same output_dir")
 

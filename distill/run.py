@@ -41,7 +41,8 @@ from distill.data.writing import Write, written_by, written_here
 from distill.engine import PROTOCOLS
 from distill.engine.check import SAMPLED, check_samples, check_states, holds
 from distill.engine.servers import Engine
-from distill.engine.states import Protocol, StateFiles, layers_for
+from distill.engine.states import StateFiles, layers_for
+from distill.engine.vllm import VLLM
 from distill.files import files_state, only_one, remove, sizes
 from distill.networks.lm_head import LMHead, check_head
 from distill.networks.models import config_of, hollow_target, open_frozen, source_folder, use_attention
@@ -277,7 +278,7 @@ class Run:
         return engine
 
     @property
-    def protocol(self) -> Protocol:
+    def protocol(self) -> VLLM:
         """How the engine gives states away."""
         return PROTOCOLS[self.settings.teacher.signal]
 

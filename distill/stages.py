@@ -1,7 +1,7 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -47,8 +47,8 @@ from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
-from distill.signal.kept import Compute, keep_columns
-from distill.signal.target import HIDDEN, INSIDE, TOPK, Captured, Reader, Signal, States, read_states
+from distill.signal.kept import keep_columns
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, States, read_states
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
@@ -232,31 +232,38 @@ def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str 
     return opened
 
 
+@dataclass
+class DistillData:
+    """Examples with the columns of frozen models."""
+
+    signal: Signal  # the target's distributions, and the features that a head reads
+    train: Examples  # if the draft writes texts itself, without columns
+    validation: Examples  # for comparing checkpoints
+    held: Examples | None  # others, by which a confidence head is calibrated
+    complete: Callable[[Batch], Batch]  # computes the same columns of a batch with texts that were just written
+    expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
+
+
 def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     """Return what `answered_texts` does; an engine's states of its answers are kept as they come."""
-    teacher, student = run.settings.teacher, run.settings.student
+    teacher = run.settings.teacher
 
     def arrivals(texts: str) -> Packed:
-        signal, states = target_signal(run, Captured(tuple(run.captured_layers)) if student.draft.head else None)
-        return Packed(signal, states(), Columns(run, signal, texts).kept(student.kind, signal.columns))
+        signal, states = target_signal(run, None)
+        return Packed(signal, states(), shards(run, texts, signal, run.settings.student.kind, signal.columns))
 
     keeps = teacher.served and teacher.in_engine and teacher.engine.keep
     return answered_texts(run, arrivals=arrivals if keeps else None)
 
 
-def target_signal(run: Run, reader: Reader | None) -> tuple[Signal, Callable[[], EngineStates]]:
-    """Return the target's signal for a head (None: a language model), and what opens the states of an engine.
+def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[], EngineStates]]:
+    """Return the target's signal for a head (None: before it is made, or a language model), and an engine's states.
 
     The target of this process, or the engine, is opened at the first batch of which states are asked for, but with
     ``teacher.signal`` online at once.
     """
-    teacher, student, dtype, layers = (
-        run.settings.teacher,
-        run.settings.student,
-        run.settings.target.dtype,
-        run.captured_layers,
-    )
-    beside = teacher.kept == "online" and not teacher.in_engine
+    teacher, student, dtype = run.settings.teacher, run.settings.student, run.settings.target.dtype
+    beside, layers = teacher.kept == "online" and not teacher.in_engine, run.captured_layers
     parts = run.frozen if beside else run.target_parts().to(DTYPES[dtype])
 
     @cache
@@ -266,64 +273,21 @@ def target_signal(run: Run, reader: Reader | None) -> tuple[Signal, Callable[[],
     def source(batch: Batch) -> States:
         return opened()(batch) if teacher.in_engine else read_states(run.frozen, layers, batch)
 
-    named = student.model is not None and reader is None
+    named = student.model is not None and not student.draft.head
     vocab = int(config_of(student, 0).get_text_config().vocab_size) if named else None
-    states, number_format = None if beside else source, teacher.number_format(dtype)
-    signal = Signal(parts, teacher.kept, reader, states, vocab=vocab, k=teacher.signal_k, dtype=number_format)
+    signal = Signal(
+        parts, teacher.kept, head, None if beside else source, layers=layers, vocab=vocab, k=teacher.signal_k,
+        dtype=teacher.number_format(dtype),
+    )  # fmt: skip
     signal.to(run.device)
     return signal, opened
 
 
-@dataclass
-class Columns:
-    """Puts what frozen models say into texts: the target its signal, a reference its losses.
-
-    Attributes:
-        texts: Fingerprint of the run's texts.
-        expect: Is told which batches' states will be asked for, of an engine.
-        reference: The reference's column, and what computes it; None: there is no reference.
-        compared: Name of that column, and what it is made from.
-    """
-
-    run: Run
-    signal: Signal
-    texts: str
-    expect: Expect | None = None
-    reference: tuple[Shapes, Compute] | None = None
-    compared: Sequence[str] = ()
-
-    def kept(self, name: str, shapes: Shapes, *made_from: object) -> Kept:
-        """Return where columns of the run's texts are kept."""
-        teacher, attention = self.run.settings.teacher, self.run.settings.trainer.attention
-        key = fingerprint(self.texts, attention, teacher.in_engine, teacher.arguments, self.signal.key, *made_from)
-        return Kept.at(self.run.work / "signals", name, key, shapes)
-
-    def add(self, learned: Sequence[Examples], judged: Sequence[Examples] = (), *, on_disk: bool = False) -> None:
-        """Add the columns to texts to learn and to judge by; they stay in memory, but those of the run's texts."""
-        signal, settings = self.signal, self.run.settings
-        kept = self.kept if on_disk else lambda _, shapes, *__: Kept(shapes)
-        online = signal.kind == "online"  # of an engine then those are kept that are read again and again
-        texts = [*(() if online else learned), *(() if online and not settings.teacher.in_engine else judged)]
-        if texts:
-            keep_columns(kept(settings.student.kind, signal.columns), texts, signal.kept, self.expect)
-        if texts and signal.ids is not None and INSIDE not in signal.columns:
-            inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
-            keep_columns(inside, texts, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
-        if self.reference is not None:
-            shapes, compute = self.reference
-            keep_columns(
-                kept(self.compared[0], shapes, *self.compared), learned, compute, self.expect if online else None
-            )
-
-
-@dataclass
-class DistillData:
-    """Examples with the columns of frozen models."""
-
-    columns: Columns
-    train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
-    validation: Examples  # for comparing checkpoints
-    held: Examples | None  # others, by which a confidence head is calibrated
+def shards(run: Run, texts: str, signal: Signal, name: str, shapes: Shapes, *made_from: object) -> Kept:
+    """Return where columns of texts with a fingerprint are kept."""
+    teacher, attention = run.settings.teacher, run.settings.trainer.attention
+    key = fingerprint(texts, attention, teacher.in_engine, teacher.arguments, signal.key, *made_from)
+    return Kept.at(run.work / "signals", name, key, shapes)
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
@@ -332,7 +296,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     The target leaves memory before the training where no text is written during it and ``teacher.signal`` is not
     online.
     """
-    served, on_policy = run.settings.teacher.in_engine, settings.on_policy
+    served, precision = run.settings.teacher.in_engine, run.settings.trainer.precision
     train_rows, validation_rows, texts = texts_of_run(run)
     train, validation, held = Examples.of(train_rows), Examples.of(validation_rows), None
     if draft.calibrated:
@@ -341,23 +305,40 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         held = Examples.of(validation_rows.select(range(first, count, 4)))
         if count > 1:  # else the only one serves both
             validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
+    learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
     signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
-    columns = Columns(run, signal, texts, (lambda coming: run.states.expect(texts_of(coming))) if served else None)
+    online, column = signal.kind == "online", None
+    kept, expect = partial(shards, run, texts, signal), None
+    if served:
+        expect = lambda coming: run.states.expect(texts_of(coming))  # noqa: E731
     if settings.selects:
-        name, precision = cast(str, settings.reference), run.settings.trainer.precision
+        name = cast(str, settings.reference)
         reference = open_draft(run, run.path(name), dtype=weights_dtype(precision))
         reference.model.to(run.device)
-        columns.reference = reference_losses(reference, signal, Divergence(settings.divergence), precision)
-        columns.compared = f"{name}-{settings.divergence}", run.draft_record(name).fingerprint, precision
+        column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
     with working(run.console, f"the target's signal ({signal.kind})"):
-        others = [validation] if held is None else [validation, held]
-        columns.add([] if on_policy == 1 else [train], others, on_disk=True)
+        # of an engine whose states are not kept, those that are read again and again
+        stored = [*(() if online else learned), *(() if online and not served else judged)]
+        if stored:
+            keep_columns(kept(run.settings.student.kind, signal.columns), stored, signal.kept, expect)
+        if stored and signal.ids is not None and INSIDE not in signal.columns:
+            inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
+            keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
+        if column is not None and learned:
+            made_by = run.draft_record(name).fingerprint
+            losses = kept(f"{name}-{settings.divergence}", column[0], made_by, settings.divergence, precision)
+            keep_columns(losses, learned, column[1], expect if online else None)
+
+    def complete(batch: Batch) -> Batch:
+        batch = batch if online else batch | signal.kept(batch)
+        return batch if column is None else batch | column[1](batch)
+
     if signal.kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
-    if not on_policy and (served or signal.kind != "online"):
+    if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
-    return DistillData(columns, train, validation, held)
+    return DistillData(signal, train, validation, held, complete, expect if online else None)
 
 
 def mean_tail(examples: Examples) -> float:
@@ -375,19 +356,17 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     training, seed = settings.training_of(full.training), [*settings.seeds, full.seed][0]
     draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
     data, model = prepare(run, draft, settings), draft.model
-    signal, online = data.columns.signal, data.columns.signal.kind == "online"
     steps = training.steps_for(len(data.train))
     record = new_record(run, key, model)
-    module = DistillModule(draft, signal, training, steps, settings=settings, seed=seed)
+    module = DistillModule(draft, data.signal, training, steps, settings=settings, seed=seed)
     schedule, texts = Schedule(data.train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2), None
     if settings.on_policy:
         parts = run.target_parts()
         texts = OnPolicy(
             partial(write_texts, model), data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
-            full.data.max_length, stop_ids(parts, run.tokenizer), data.columns.add,
+            full.data.max_length, stop_ids(parts, run.tokenizer), data.complete,
         )  # fmt: skip
-    expect = data.columns.expect if online else None
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, expect, draft)
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
     record.seconds = time.monotonic() - started
     _fit(run, name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
@@ -399,7 +378,7 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    for line in draft.calibrate(signal, data.held) if data.held is not None else ():
+    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
         run.line(line)
     return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 

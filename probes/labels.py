@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +24,7 @@ from decode.models.texts import GROUP
 from distill import ranks
 from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
-from distill.data.writing import Job, Write, written_by, written_here
+from distill.data.writing import Write, written_by, written_here
 from distill.files import fingerprint
 from distill.fingerprints import inputs
 from distill.kept import TEXT_IDS, Kept
@@ -100,13 +101,11 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
             data, form = run.settings.data, run.corpus.chat
             chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if form else None
             write = partial(written_by, engine, mode.warp, ends, ends_with(run.tokenizer, chat), seed)
-        jobs = [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)]
+        rows = Examples.of(Dataset.from_dict({"input_ids": prompts, "labels": prompts}))
+        numbers, budgets = np.arange(len(prompts)), np.clip(limit - rows.lengths, 0, options.max_new_tokens)
         about = made_from | {"prompts": fingerprint(prompts), "seed": seed}
         answers = Kept(TEXT_IDS, run.work / "probes" / f"{mode.name}-{split}-{fingerprint(about)[:16]}")
-        title = f"{mode.name} texts, {split}"
-        asked = [job for job in jobs if job.budget]
-        numbers, lengths = np.array([(job.number, len(job.ids)) for job in asked], np.int64).reshape(-1, 2).T
-        size = None if served else GROUP * batch_size
-        write_answers(run, answers, numbers, lengths, asked.__getitem__, lambda: write, title, size)  # noqa: B023
-        written = [answers.get("ids", job.number).tolist() if job.budget else [] for job in jobs]
+        title, size = f"{mode.name} texts, {split}", None if served else GROUP * batch_size
+        write_answers(run, answers, rows, numbers, budgets, lambda: write, title, size)  # noqa: B023
+        written = [answers.get("ids", i).tolist() if budgets[i] else [] for i in range(len(prompts))]
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

@@ -71,17 +71,10 @@ def check_engine(name: str, path: str | None = None, head: Any = None) -> str:
     asked = [program, *kind.version]
     try:
         done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{program} printed no version within {ANSWER} s; {FOLLOWING}") from None
-    except OSError as error:
-        raise UserError(f"{program} cannot be run: {error.strerror}; {FOLLOWING}") from error
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise UserError(f"{program} printed no version ({error}); {FOLLOWING}") from error
     kind.check(program, done.stdout + done.stderr, head)
     return program
-
-
-def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a server, without the draft if `draft_length` is None, and the variables that it adds."""
-    return ENGINES[engine.name].command(engine, draft_length, port)
 
 
 def free_port() -> int:
@@ -154,7 +147,7 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
     with closing(Server(engine.url or f"http://127.0.0.1:{port}", engine.name, engine.seconds)) as server:
         if engine.url is None:
             engine.program = engine.program or check_engine(engine.name)
-            command, more = start_command(engine, draft_length, port)
+            command, more = ENGINES[engine.name].command(engine, draft_length, port)
             with running(command, server.ready, name=engine.name, seconds=engine.seconds, environment=more):
                 yield server
         elif server.ready():
@@ -260,20 +253,15 @@ class Server:
 
     def _settled(self, tokens: float = 0.0) -> Metrics:
         """Counters that no longer change and have reached `tokens`; engines publish them after the answer."""
-        before = now = None
+        now = None
         for _ in range(READINGS):
             time.sleep(SETTLED)
             before, now = now, parse_metrics(self._call("GET", "/metrics").text)
             if now == before and now.tokens >= tokens:
                 return now
-        if now is not None and now == before:
-            raise UserError(
-                f"{self.name} at {self.url} counts {now.tokens:.0f} written tokens, expected at least {tokens:.0f} "
-                "after its answer; restart the server, with its statistics turned on"
-            )
         raise UserError(
-            f"the counters of {self.name} at {self.url} do not stop changing, so other clients are sending requests; "
-            "stop them and run the command again"
+            f"the counters of {self.name} at {self.url} do not come to rest at {tokens:.0f} written tokens or more "
+            f"({now}): stop other clients that send requests, or restart the server with its statistics turned on"
         )
 
     def _call(self, method: str, path: str, **options: Any) -> httpx.Response:

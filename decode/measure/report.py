@@ -35,6 +35,7 @@ Figure = tuple[str, str]  # a plot as SVG, and its caption
 class Column(NamedTuple):
     """How the values under one key of a row are shown."""
 
+    bench: str  # in a benchmark's tables: console (and page), page (alone), or empty
     label: str
     format: str  # format specification of numbers, which are aligned to the right; empty: text
     error: str  # key of the standard error, or of the interval ``[low, high]``, that is shown beside the value
@@ -85,12 +86,19 @@ def doubts(keys: Iterable[str], rows: Iterable[Row]) -> str:
     return f"?: not a result, since {' | '.join(reasons)}" if reasons else ""
 
 
+def texts_of(keys: Iterable[str], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The headings of the columns with values, and the cells of each row."""
+    keys = filled(keys, rows)
+    return [COLUMNS[key].label for key in keys], [[cell(row, key) for key in keys] for row in rows]
+
+
 def console_table(title: str, keys: Iterable[str], rows: Sequence[Row], below: Iterable[str] = ()) -> TerminalTable:
     """A table for a terminal; columns without values are left out, and ``style`` of a row is its style."""
     keys = filled(keys, rows)
+    headings, cells = texts_of(keys, rows)
     return fitting_table(
-        [COLUMNS[key].label for key in keys],
-        [([cell(row, key) for key in keys], row.get("style", "")) for row in rows],
+        headings,
+        [(line, row.get("style", "")) for line, row in zip(cells, rows)],
         title=title, right=[i for i, key in enumerate(keys) if COLUMNS[key].format],
         below=[note for note in (doubts(keys, rows), *below) if note],
     )  # fmt: skip
@@ -104,19 +112,16 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
     """`console_table` as Markdown."""
-    keys = filled(keys, rows)
-    return markdown_table([COLUMNS[key].label for key in keys], [[cell(row, key) for key in keys] for row in rows])
+    return markdown_table(*texts_of(keys, rows))
 
 
 def latex(keys: Iterable[str], rows: Sequence[Row]) -> str:
     """`console_table` as a tabular in the style of booktabs."""
     import pandas
 
-    keys = filled(keys, rows)
-    table = pandas.DataFrame(
-        [[cell(row, key) for key in keys] for row in rows], columns=[COLUMNS[k].label for k in keys]
-    )
-    text = table.to_latex(index=False, escape=True, column_format=f"l{'r' * (len(keys) - 1)}")
+    headings, cells = texts_of(keys, rows)
+    table = pandas.DataFrame(cells, columns=headings)
+    text = table.to_latex(index=False, escape=True, column_format=f"l{'r' * (len(headings) - 1)}")
     for sign, command in {"α": r"$\alpha$", "Δ": r"$\Delta$", "±": r"$\pm$", "–": "--"}.items():
         text = text.replace(sign, command)
     return text
@@ -185,13 +190,8 @@ def write_page(path: Path, title: str, headline: str, sections: Sequence[Section
 
 # -- the report of a benchmark ----------------------------------------------------------------------------------------
 
-KEYS = (
-    "name", "kind", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "speedup_vs_assistant",
-    "accepted_length", "alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent",
-    "js_distance", "accuracy", "identical_to_target", "note",
-)  # fmt: skip
+KEYS = [key for key, column in COLUMNS.items() if column.bench]
 """Columns of the page's tables."""
-LONG = {"speedup_vs_assistant", "accepted_per_tested", "accepted_per_drafted", "js_distance", "note"}  # for a terminal
 STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
 
 
@@ -225,7 +225,7 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
 def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
     """The rows of each block for a terminal."""
     for title, block in by_block(rows).items():
-        keys = [key for key in keys_of(block) if key not in LONG]
+        keys = [key for key in keys_of(block) if COLUMNS[key].bench == "console"]
         without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
         styled = [{**row, **without, "style": STYLES[row["kind"]]} for row in block]
         yield console_table(title, keys, styled, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
@@ -233,7 +233,7 @@ def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
 
 def bench_csv(rows: Sequence[Row]) -> str:
     """All rows as CSV."""
-    return comma_separated(("suite", "temperature", "batch_size", *KEYS, "prompts", "load", "cores"), rows)
+    return comma_separated(["suite", "temperature", "batch_size", *KEYS, "prompts", "load", "cores"], rows)
 
 
 def bench_markdown(rows: Sequence[Row]) -> str:

@@ -321,9 +321,8 @@ def facts_of(model: PreTrainedModel) -> Fields:
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    weights = {id(p): p for p in model.parameters()}
-    if embedding.weight is not head.weight:  # reading one token takes all weights but the embedding, of which a row
-        weights.pop(id(embedding.weight), None)
+    # reading one token takes all weights but the embedding, of which a row
+    unread = 0 if embedding.weight is head.weight else embedding.weight.nbytes
     cached = 0
     for layer in config.per_layer_config:  # which may differ, as in Gemma 4
         heads = getattr(layer, "num_attention_heads", 0)
@@ -336,7 +335,7 @@ def facts_of(model: PreTrainedModel) -> Fields:
         "dtype": model.dtype,
         "vocab_size": len(head.weight),
         "limit": context_of(config),
-        "weight_bytes": sum(p.nbytes for p in weights.values()),
+        "weight_bytes": sum(p.nbytes for p in model.parameters()) - unread,
         "cache_bytes_per_token": 2 * cached * model.dtype.itemsize,
     }
 

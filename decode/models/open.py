@@ -6,7 +6,6 @@ Errors are `UserError`s with transformers' own message, and the next step where 
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -44,9 +43,6 @@ from decode.models.tokens import added_ids, turn_end
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
-
-PLAIN_ON_CPU = ("fp8", "mxfp4")
-"""Formats of weights whose products are computed by GPUs alone: on a CPU the weights are plain ones."""
 
 SIXTEEN_BITS = (
     "in 16 bits a forward of several tokens rounds otherwise than one of a single token, so lossless means the "
@@ -131,9 +127,6 @@ def load_model(
             extra["device_map"] = device_map
         elif quantised or "quantization_config" in options:
             extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
-            if device.type == "cpu" and isinstance(quantised, dict) and quantised.get("quant_method") in PLAIN_ON_CPU:
-                config.quantization_config = quantised | {"dequantize": True}
-                extra["config"] = config
         if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             auto, inside = AutoModelForMultimodalLM, not quantised
         if device.type != "cpu" and not inside:
@@ -258,19 +251,9 @@ def open_draft(
         return load_mtp(target)
     if head_kind(name):
         return load_head(name, target)
-    folder, kinds = Path(name), ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
-    without = folder.is_dir() and not any(file.name.startswith(kinds) for file in folder.iterdir())
-    if not without:  # one that is there has to be readable
-        check_tokenizers(tokenizer, load_tokenizer(name, trust_remote_code=trust_remote_code))
+    check_tokenizers(tokenizer, load_tokenizer(name, trust_remote_code=trust_remote_code))
     device, dtype = target.get_input_embeddings().weight.device, str(target.dtype).removeprefix("torch.")
-    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    known = int(model.get_output_embeddings().weight.shape[0])
-    if without and known < 0.9 * len(tokenizer):
-        raise UserError(
-            f"the draft {str(name)!r} knows {known} tokens and has no tokenizer, the target's tokenizer has "
-            f"{len(tokenizer)}; use a draft of the same model family"
-        )
-    return model
+    return load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -309,25 +292,22 @@ class Pair:
 
     lock: Any = field(default_factory=RLock, init=False, repr=False)  # held while runners are opened
 
+    @cached_property
+    def _runners(self) -> tuple[Model, Model | None]:
+        draft = None if self.draft is None else open_draft_runner(self.draft, self.target, self.pack)
+        return open_runner(self.target, pack=self.pack), draft
+
     @property
     def runner(self) -> Model:
         """The target's forward with its cache."""
         with self.lock:
-            return self._runner
+            return self._runners[0]
 
     @property
     def draft_runner(self) -> Model | None:
         """The draft's."""
         with self.lock:
-            return self._draft_runner
-
-    @cached_property
-    def _runner(self) -> Model:
-        return open_runner(self.target, pack=self.pack)
-
-    @cached_property
-    def _draft_runner(self) -> Model | None:
-        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.pack)
+            return self._runners[1]
 
 
 def load(

@@ -30,8 +30,8 @@ class DataSettings:
     """The corpus: where its rows come from, how they become texts, how many there are and how long they may be."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built in), a preset (gsm8k, alpaca, ...), a file, a pattern such as data/*.parquet, a folder whose
-    files are all training rows, a data set on the Hub (name@revision), or `target`: an instruct target writes the
+    """`arithmetic` (built in), a preset (gsm8k, alpaca, ...), a file, a pattern such as data/*.parquet, a data set
+    on the Hub (name@revision), or `target`: an instruct target writes the
     prompts. By its columns a row is a pair, a chat or a text."""
     files: dict[Split, str] = field(default_factory=dict)
     """Local files of the splits, or patterns: {train: a-*.jsonl, test: b.csv}. A missing one is 5 % of the training

@@ -31,7 +31,7 @@ from decode.models.tokens import (
     render_chat,
     start_ids,
 )
-from distill.data.messages import KEYS, SPEAKERS, Messages, UnusableRow
+from distill.data.messages import KEYS, Messages, UnusableRow
 
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
@@ -50,14 +50,11 @@ class Turn:
     said: tuple[str, ...] = ()  # texts of the row that have to stand whole in what is learned
 
 
-@dataclass
-class Example:
-    """Token ids, labels of the same length (not shifted), and the texts before and from the first label."""
+class Example(NamedTuple):
+    """Token ids, and labels of the same length (not shifted)."""
 
     input_ids: Ids
     labels: Ids
-    prompt: str
-    response: str
 
 
 def label(
@@ -93,42 +90,35 @@ def label(
         if turn.answer and not any(token in ends for token in ids):
             ids.append(last)
 
-    def lost(piece: Piece, text: str) -> str:
+    def lost(turn: Turn, ids: Ids, text: str) -> str:
         """What is not learned whole of an answer, or the answer where more than its end is a stop token."""
-        for said in piece.turn.said:
+        for said in turn.said:
             if squash(said) not in squash(text):  # the tokenizer may change texts
                 (read,) = _decoded(tokenizer, plain_ids(tokenizer, [said]))
                 if squash(read) not in squash(text):
                     return said
-        return text if any(token in ends for token in piece.answer[:-1]) else ""
+        return text if any(token in ends for token in ids[:-1]) else ""
 
-    pieces, made = list(map(Piece, before, answers, turns)), []
-    judged = zip(pieces, map(lost, pieces, _decoded(tokenizer, answers)))
+    made: list[list[Example] | UnusableRow] = []
+    problems = map(lost, turns, answers, _decoded(tokenizer, answers))
+    parts = zip(before, answers, problems)
     for row in rows:
-        parts, problems = zip(*islice(judged, len(row)))
-        problem = next(filter(None, problems), "")[:80]
+        prompt_ids, answer_ids, wrong = zip(*islice(parts, len(row)))
+        problem = next(filter(None, wrong), "")[:80]
         why = "whose answer is not learned whole, up to one stop token"
-        made.append(UnusableRow(why, repr(problem)) if problem else joined(parts))
+        made.append(UnusableRow(why, repr(problem)) if problem else _joined(prompt_ids, answer_ids))
     return made
 
 
-class Piece(NamedTuple):
-    """The ids of a prompt and of its answer, and both as text."""
-
-    prompt: Ids
-    answer: Ids
-    turn: Turn
-
-
-def joined(pieces: Iterable[Piece]) -> list[Example]:
+def _joined(prompts: Iterable[Ids], answers: Iterable[Ids]) -> list[Example]:
     """Examples of the turns of a conversation, one as long as each prompt continues the example before it."""
     examples: list[Example] = []
-    for prompt, answer, turn in pieces:
-        labels, first = [IGNORE] * len(prompt) + answer, turn.prompt
+    for prompt, answer in zip(prompts, answers):
+        labels = [IGNORE] * len(prompt) + answer
         if examples and prompt[: len(examples[-1].input_ids)] == examples[-1].input_ids:
-            labels[: len(examples[-1].labels)] = examples[-1].labels
-            first = examples.pop().prompt
-        examples.append(Example(prompt + answer, labels, first, (turn.prompt + turn.answer)[len(first) :]))
+            before = examples.pop().labels
+            labels[: len(before)] = before
+        examples.append(Example(prompt + answer, labels))
     return examples
 
 
@@ -192,19 +182,14 @@ def text_blocks(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length
     """Blocks of ``length`` tokens from texts joined by the end-of-text token; every token is a label."""
     start, end = start_ids(tokenizer), end_token(tokenizer)
     held: Ids = []
-
-    def block(ids: Ids) -> Example:
-        prompt = prompt_part(ids, ids)
-        return Example(ids, ids, str(tokenizer.decode(prompt)), str(tokenizer.decode(ids[len(prompt) :])))
-
     for text in texts:
         held += [*start, *plain_ids(tokenizer, [text])[0], end]
         whole = len(held) - len(held) % length
         for first in range(0, whole, length):
-            yield block(held[first : first + length])
+            yield Example(held[first : first + length], held[first : first + length])
         held = held[whole:]
     if len(held) > length // 2:
-        yield block(held)
+        yield Example(held, held)
 
 
 # -- chats ------------------------------------------------------------------------------------------------------------
@@ -252,7 +237,8 @@ class ChatFormat:
         Raises:
             UnusableRow: A message spells a control token.
         """
-        refuse_control_tokens(self.tokenizer, messages)
+        if spelt := control_token(self.tokenizer, messages):  # it would be read as one
+            raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
         if self.system is not None and not (messages and messages[0]["role"] in ("system", "developer")):
             messages = [{"role": "system", "content": self.system}, *messages]
         if re.search(r"['\"]developer['\"]", str(self.tokenizer.chat_template)):
@@ -265,12 +251,6 @@ class ChatFormat:
         (examples,) = label(self.tokenizer, [turns], self.ends, chat=True)
         assert isinstance(examples, list)
         return examples[0].labels[-1]
-
-
-def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-    """Raises `UnusableRow` where a message spells a control token, which would be read as one."""
-    if spelt := control_token(tokenizer, messages):
-        raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
 
 
 def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]]:
@@ -290,13 +270,10 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
     else:  # what only separates a pair's prompt and response is left to the template
         texts = {"user": row["said"] or row["prompt"], "assistant": row["response"]}
         messages = [{"role": role, "content": text.strip()} for role, text in texts.items()]
-    known = {"system", "developer", *SPEAKERS, *re.findall(r"['\"](\w+)['\"]", str(chat.tokenizer.chat_template))}
-    strangers = dict.fromkeys(message["role"] for message in messages if message["role"] not in known)
-    said = [f"with the speaker {role!r}, whom the chat template does not name" for role in strangers]
     if messages[-1]["role"] != "assistant":
-        return [Turn(chat.ask(chat.prepared(messages)), "")], said
+        return [Turn(chat.ask(chat.prepared(messages)), "")], []
     turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
-    return turns, [*filter(None, [row["note"]]), *said, *notes]
+    return turns, [*filter(None, [row["note"]]), *notes]
 
 
 def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple[list[Turn], list[str]]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from decode.models.tokens import PROMPT_END, check_template
 from decode.progress import current
 from distill import ranks
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, Example, label, prompt_part, render_row, text_blocks
+from distill.data.chat import IGNORE, ChatFormat, Example, Turn, label, render_row, text_blocks
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
@@ -39,7 +39,7 @@ from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_r
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 9  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 10  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -47,8 +47,7 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 CORPUS_FILES = ("*/*", "about.json")
 COLUMNS = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-    | {name: Value("string") for name in ("prompt", "response", "chat")}
-    | {"turn": Value("int32")}
+    | {"chat": Value("string"), "turn": Value("int32")}
 )
 ENTRIES = Features(COLUMNS | {"reason": Value("string"), "detail": Value("string"), "number": Value("int64")})
 """Columns of what is made of rows: an example, or with a ``reason`` what is told of a row that is left out or cut."""
@@ -59,9 +58,8 @@ class Corpus:
     """Examples of the three splits.
 
     Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss is
-    taken), and the texts ``prompt`` and ``response``. For plain text every token is a label, and ``prompt`` is the
-    first quarter of a block. ``turn`` counts the examples of the same row before, and ``chat`` is the row of the first
-    one as JSON if the assistant has several turns in it, else empty.
+    taken). For plain text every token is a label. ``turn`` counts the examples of the same row before, and ``chat`` is
+    the row of the first one as JSON if the assistant has several turns in it, else empty.
     """
 
     tokenizer: PreTrainedTokenizerBase  # of the target
@@ -183,18 +181,15 @@ def _make(
         else:
             tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
-        rows.notes += (said := sentences(split, left_out))
+        rows.notes += sentences(split, left_out)
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
-        if len(lost) > max(1, len(made)):
+        if len(lost) > max(1, len(made)) or not len(made):
             raise UserError(
-                f"data: {len(lost)} {split} rows cannot be learned as they would be served, and {len(made)} can "
-                f"({'; '.join(said)}): look at the first of them, give a template that fits them with "
-                "data.chat_template, or the prompts alone with data.source target and data.prompts.file"
-            )
-        if not len(made):
-            raise UserError(
-                f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
-                "data.max_length, set data.overlong to cut, or give more data"
+                f"data: {len(made)} {split} examples are made, and {len(lost)} rows cannot be learned as they would be "
+                f"served ({'; '.join(rows.notes) or 'the texts are too short'}): give more rows or data.files.{split}, "
+                "name their columns with data.prompt_template and data.response_template, raise data.max_length or set "
+                "data.overlong to cut, give a template that fits them with data.chat_template, or the prompts alone "
+                "with data.source target and data.prompts.file"
             )
         examples = Examples.of(made)
         digest.update(examples.keys.tobytes() if split != "test" else b"")
@@ -216,13 +211,8 @@ def _text_of(row: Row) -> str:
 
 def _entry(example: Example | None = None, **about: Any) -> Row:
     """An example, or with a ``reason`` what is told of a row that is left out or cut."""
-    values = vars(example or Example([], [], "", ""))
+    values = (example or Example([], []))._asdict()
     return values | {"chat": "", "turn": 0, "number": 0, "reason": "", "detail": ""} | about
-
-
-def _table(entries: Iterable[Row]) -> dict[str, list[Any]]:
-    rows = list(entries)
-    return {name: [row[name] for row in rows] for name in ENTRIES}
 
 
 def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[Dataset, LeftOut]:
@@ -256,7 +246,7 @@ def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[D
 
 def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: ChatFormat, chat: bool) -> Row:
     """The entries of a batch of rows."""
-    entries, usable, length = [], [], settings.max_length
+    entries, usable = list[Row](), list[tuple[Row, list[Turn]]]()
 
     def tell(row: Row, reason: str, detail: str = "") -> None:
         entries.append(_entry(number=row["number"], reason=reason, detail=detail))
@@ -280,15 +270,15 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             tell(row, "made into an example for each assistant's turn, because the template rewrites earlier ones")
         conversation = f"[{row['messages']}, {row['tools'] or 'null'}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
-            if len(example.input_ids) > length:
-                example = replace(example, input_ids=example.input_ids[:length], labels=example.labels[:length])
-                cut = settings.overlong == "cut" and any(token != IGNORE for token in example.labels)
-                how = "cut at the end" if cut else "dropped"
-                tell(row, f"longer than data.max_length ({length} tokens) {how}")
-                if not cut:
-                    continue
-            entries.append(_entry(example, chat="" if turn else conversation, turn=turn))
-    return _table(entries)
+            if over := len(example.input_ids) > settings.max_length:
+                del example.input_ids[settings.max_length :], example.labels[settings.max_length :]
+            learned = any(token != IGNORE for token in example.labels) and settings.overlong == "cut"
+            if over:
+                how = "cut at the end" if learned else "dropped"
+                tell(row, f"longer than data.max_length ({settings.max_length} tokens) {how}")
+            if learned or not over:
+                entries.append(_entry(example, chat="" if turn else conversation, turn=turn))
+    return {name: [entry[name] for entry in entries] for name in ENTRIES}
 
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------
@@ -332,10 +322,11 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
     """The first test prompts of a corpus, with the scorer of their task where it has one."""
-    rows = corpus.test.select(range(min(count, len(corpus.test))))
-    prompts = [
-        Prompt(f"test/{i}", row["prompt"], row["response"], ids=tuple(prompt_part(row["input_ids"], row["labels"])))
-        for i, row in enumerate(rows)
-    ]
+    tokenizer, examples = corpus.tokenizer, Examples.of(corpus.test, count)
+    prompts = []
+    for number in range(len(examples)):
+        ids, prompt = examples.text(number)[0], examples.prompt(number)
+        response = str(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
+        prompts.append(Prompt(f"test/{number}", str(tokenizer.decode(prompt)), response, ids=tuple(prompt)))
     preset = PRESETS.get(source)
     return Suite(source, prompts, preset.score if preset else None)

@@ -82,9 +82,9 @@ class Examples:
         """Label tokens of some examples."""
         return int(self.label_counts[examples].sum())
 
-    def text(self, example: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def text(self, example: int | np.int64) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Token ids and labels of an example."""
-        ids, labels = (column[example].values.to_numpy() for column in (self.ids, self.labels))
+        ids, labels = (column[int(example)].values.to_numpy() for column in (self.ids, self.labels))
         return ids.astype(np.int32, copy=False), labels.astype(np.int32, copy=False)
 
     def values(self, name: str, example: int) -> NDArray[Any]:
@@ -257,6 +257,8 @@ class TrainingBatches(TorchDataset[Batch]):
             labels = (examples.text(example)[1] for examples, example in picks)
             shares = [self.index.share(*pair) for pair in zip(labels, self.chance(step, len(picks)))]
         batch = collate(picks[rows])
+        if self.texts is not None:
+            batch = self.texts.complete(batch)
         if self.index is not None:
             batch |= self.index.index(batch, self.chance(step, len(picks))[rows])
         if get_worker_info() is not None:

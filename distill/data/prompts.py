@@ -204,11 +204,6 @@ def user_turn(chat: ChatFormat) -> tuple[str, set[int], set[str]]:
     special = added_ids(tokenizer)
     tail = [token for token in plain_ids(tokenizer, [after])[0] if token in special]
     stops = {*chat.ends, tokenizer.eos_token_id, *tail[:1]} - {None}
-    if not stops:
-        raise UserError(
-            "data.source is target, and neither the model nor its chat template has a token that ends a user's turn: "
-            "set eos_token in its tokenizer_config.json"
-        )
     texts = [before.rsplit("\n", 1)[-1], before.strip().rsplit("\n", 1)[-1], after]
     texts += tokenizer.batch_decode([[token] for token in special])
     return before, stops, {text.strip() for text in texts if len(text.strip()) > 2}

@@ -8,7 +8,6 @@ the order, and equal rows stay together.
 
 import hashlib
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +42,6 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-ABOUT = "dataset_info.json", "state.json"  # files of `datasets` about a data set
-OTHER_SPLITS = r"(?i)(^|[^a-z])(valid|validation|val|dev|test|eval)([^a-z]|$)"
 CHAT_COLUMNS = "messages", "conversations", "chosen"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
@@ -89,7 +86,7 @@ def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
     the Hub that has far more rows than needed.
 
     Raises:
-        UserError: No such source, missing columns, or a split without rows.
+        UserError: No such source, or missing columns.
     """
     raw = _raw_rows(settings, seed)
     first = list(islice(raw["train"], 100))
@@ -99,15 +96,10 @@ def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
         rows.notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
     for split in SPLITS:
         left_out = LeftOut()
-        shaped = _shaped(raw.pop(split, ()), shape, left_out)
+        shaped = _shaped(chain(first if split == "train" else (), raw.pop(split, ())), shape, left_out)
         rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, shaped)
         rows.notes += sentences(split, left_out)
     _divide(rows)
-    if lacking := [split for split in SPLITS if not len(rows.splits[split])]:
-        raise UserError(
-            f"data.source {settings.source!r} leaves no {lacking[0]} rows ({'; '.join(rows.notes)}): give more, or "
-            f"data.files.{lacking[0]}, or name its columns with data.prompt_template and data.response_template"
-        )
     return rows
 
 
@@ -116,7 +108,7 @@ def _shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Ro
     empty = dict.fromkeys(PLAIN, "")
     for number, row in enumerate(rows, 1):
         try:
-            shaped = shape(columnar_row(row) if isinstance(rows, Dataset) else row)
+            shaped = shape(row)
         except UnusableRow as error:
             left_out.append((f"{error.reason} dropped", number, error.detail))
             continue
@@ -129,32 +121,16 @@ def _shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Ro
 def _divide(rows: SourceRows) -> None:
     """Fills empty splits with their share of the training rows, and takes rows of later splits out of earlier ones.
 
-    What keeps rows in one split is compared by hashes: see `KEYS`; of a pair with a frequent prompt the whole pair.
+    What keeps rows in one split is compared by hashes: see `KEYS`.
     """
     kept, column = rows.splits, KEYS[rows.kind]
-    keys = {split: _hashes(kept[split], lambda row: row[column]) for split in SPLITS}
-    often = np.zeros(0, np.uint64)
-    if rows.kind == "pairs":
-        values, counts = np.unique(np.concatenate(list(keys.values())), return_counts=True)
-        frequent = counts > max(10, HELD_OUT * int(counts.sum()))
-        often = values[frequent]
-        for value, count in zip(often, counts[frequent]):
-            split = next(split for split in SPLITS if value in keys[split])
-            prompt = kept[split][int(np.flatnonzero(keys[split] == value)[0])]["prompt"]
-            rows.notes.append(f"{count} rows have the prompt {prompt[:60]!r}: it is in every split")
-
-    def key(row: Row) -> str:
-        prompt = str(row[column])
-        return prompt + row["response"] if len(often) and _hash(prompt) in often else prompt
-
-    if len(often):
-        keys = {split: _hashes(kept[split], key) for split in SPLITS}
+    keys = {split: _hashes(kept[split], column) for split in SPLITS}
     if empty := [split for split in SPLITS if not len(kept[split])]:
-        names = np.array([held_out(key(row), HELD_OUT) for row in kept["train"]])
-        places = {split: np.flatnonzero(names == split) for split in empty}
-        places["train"] = np.flatnonzero(~np.isin(names, empty))
+        names = np.array([held_out(row[column], HELD_OUT) for row in kept["train"]], "U10")
+        names[~np.isin(names, empty)] = "train"
         given, its_keys = kept["train"], keys["train"]
-        for split, chosen in places.items():
+        for split in (*empty, "train"):
+            chosen = np.flatnonzero(names == split)
             kept[split], keys[split] = given.select(chosen), its_keys[chosen]
     later = np.zeros(0, np.uint64)
     for split in reversed(SPLITS) if rows.kind != "text" else ():
@@ -166,12 +142,9 @@ def _divide(rows: SourceRows) -> None:
             kept[split] = kept[split].select(np.flatnonzero(new))
 
 
-def _hash(text: str) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
-
-
-def _hashes(rows: Dataset, key: Callable[[Row], str]) -> Keys:
-    return np.fromiter((_hash(key(row)) for row in rows), np.uint64, len(rows))
+def _hashes(rows: Dataset, column: str) -> Keys:
+    texts = (row[column].encode() for row in rows)
+    return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), np.uint64)
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -255,41 +228,29 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
 # -- files and the Hub ------------------------------------------------------------------------------------------------
 
 
-def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
+def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterator[Row]]:
     """Rows by split as they are in files, in a data set of the Hub, or made by the built-in task."""
-    source, preset, limits = settings.source, PRESETS.get(settings.source), settings.limits
+    source, preset = settings.source, PRESETS.get(settings.source)
+    if source == "arithmetic" and not settings.files:
+        made = {split: problems(seed, split, count) for split, count in settings.limits.items()}
+        return {name: ({"question": p.question, "answer": p.solution} for p in some) for name, some in made.items()}
     files: dict[str, list[str]] = {split: local_files(path) for split, path in settings.files.items()}
-    if source == "arithmetic" and not files:
-        made = {split: problems(seed, split, count) for split, count in limits.items()}
-        return {split: [{"question": p.question, "answer": p.solution} for p in some] for split, some in made.items()}
     files = ({"train": local} if (local := source_files(settings)) else {}) | files
-    raw: dict[str, Iterable[Row]] = {} if "train" in files else _from_hub(settings, preset, seed)
-    for split, paths in files.items():
-        if len(forms := {file_format(path) for path in paths}) > 1:
-            raise UserError(f"data.source: {split} rows are in files of the formats {sorted(forms)}: see data.files")
-        raw[split] = FileRows(paths)
+    raw = {} if "train" in files else _from_hub(settings, preset, seed)
+    raw |= {split: _of_files(paths) for split, paths in files.items()}
     if "train" in files and preset and preset.last_keys:  # a file that holds all splits
-
-        def is_of(preset: Preset, split: str, row: Row) -> bool:
-            return (({*preset.columns} <= {*row} and preset.split_of(row)) or "train") == split
-
-        raw = {split: FileRows(files["train"], partial(is_of, preset, split)) for split in SPLITS} | raw
-        raw["train"] = FileRows(files["train"], partial(is_of, preset, "train"))
+        for split in {*SPLITS} - (files.keys() - {"train"}):
+            raw[split] = filter(partial(_is_of, preset, split), _of_files(files["train"]))
     return raw
 
 
-@dataclass(frozen=True)
-class FileRows:
-    """Rows of files, which are read each time they are asked for.
+def _of_files(paths: Sequence[str]) -> Iterator[Row]:
+    """Rows of files, which are not read by `datasets`, since it guesses types of values."""
+    return chain.from_iterable(map(iter_rows, paths))
 
-    They are not read by `datasets`, which guesses types of values.
-    """
 
-    paths: Sequence[str]
-    chosen: Callable[[Row], bool] = lambda row: True
-
-    def __iter__(self) -> Iterator[Row]:
-        return filter(self.chosen, chain.from_iterable(map(iter_rows, self.paths)))
+def _is_of(preset: Preset, split: str, row: Row) -> bool:
+    return (({*preset.columns} <= {*row} and preset.split_of(row)) or "train") == split
 
 
 def data_files(settings: DataSettings) -> list[str]:
@@ -303,44 +264,40 @@ def source_files(settings: DataSettings) -> list[str]:
 
 
 def local_files(source: str) -> list[str]:
-    """Files of a source that is a path: a file, those that a pattern such as ``data/*.parquet`` names, or a folder's.
+    """Files of a source that is a path: a file, or those that a pattern such as ``data/*.parquet`` names.
 
     Raises:
-        UserError: A folder without rows, or with files that are named as other splits are, which would be trained on.
+        UserError: A folder, which may hold files of several splits.
     """
-    if not Path(source).is_dir():
-        return sorted(glob(source)) or ([source] if file_format(source) else [])
-    files = sorted(str(path) for path in Path(source).iterdir() if path.is_file() and file_format(path))
-    files = [path for path in files if Path(path).name not in ABOUT]
-    held = [path for path in files if re.search(OTHER_SPLITS, Path(path).name)]
-    if held or not files:
-        why = f"{held[0]} is named as those of another split" if held else "there are none in it"
+    if Path(source).is_dir():
         raise UserError(
-            f"data.source {source!r} is a folder, whose files are all training rows, and {why}: name the files with "
-            "data.files, such as {train: 'DIR/train-*.parquet', test: 'DIR/test-*.parquet'}"
+            f"data.source {source!r} is a folder: name its training files by a pattern ('{source}/*.jsonl'), or those "
+            f"of each split with data.files ({{train: '{source}/train-*.parquet', test: '{source}/test-*.parquet'}})"
         )
-    return files
+    return sorted(glob(source)) or ([source] if file_format(source) else [])
 
 
-def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Iterable[Row]]:
+def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Iterator[Row]]:
     """A data set of the Hub; of one with far more rows than needed a sample."""
     name = preset.hub if preset else settings.source
     if name is None:
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.files.train")
-    splits, enough = {}, 4 * sum(settings.limits.values()) if settings.limits["train"] else sys.maxsize
+    splits: dict[str, Iterator[Row]] = {}
+    enough = 4 * sum(settings.limits.values()) if settings.limits["train"] else sys.maxsize
     try:
         loaded = load_hub(name, preset.config if preset else None)
         for split, names in SPLIT_NAMES.items():
             wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
             if wanted in loaded:
                 rows = loaded[wanted]
-                splits[split] = rows.shuffle(seed=seed).select(range(enough)) if len(rows) > enough else rows
+                rows = rows.shuffle(seed=seed).select(range(enough)) if len(rows) > enough else rows
+                splits[split] = map(columnar_row, rows)
         if "train" not in splits:
             raise ValueError(f"none of its splits {', '.join(loaded)} is named train")
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"data.source {settings.source!r} cannot be read: {' '.join(str(error).split())} (data.files; `hf download "
             f"{name} --repo-type dataset --local-dir DIR` fetches its files). A source is a preset "
-            f"({', '.join(PRESETS)}), a file, a folder or a Hub name"
+            f"({', '.join(PRESETS)}), a file, a pattern or a Hub name"
         ) from error
     return splits

@@ -1,7 +1,6 @@
 """Whether a serving engine says of the target what its files say: on a few texts, by layer and position."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,22 +13,12 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from distill.engine.servers import answer_ids
 from distill.engine.states import StateFiles
-from distill.networks.layers import final_norm
+from distill.networks.layers import entering, final_norm
 from distill.networks.lm_head import LMHead
 
 SAMPLED = 24  # tokens that are sampled after each prompt
 CLOSE = {"float32": 1e-3}  # largest relative difference of states, by number format; of the others:
 ROUNDED = 0.06
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far the engine's states are from transformers'."""
-
-    layer: int
-    largest: float  # of ‖difference‖ / ‖state‖ over all positions
-    text: int  # where that is
-    position: int
 
 
 @torch.no_grad()
@@ -50,23 +39,20 @@ def check_states(
         UserError: They differ; with the first layer that does, and the known causes.
     """
     answers = [files.ask(number, ids, prompt_logprobs=0) for number, ids in enumerate(texts)]
-    quantised = next((files.protocol.quantization(answer) for answer, _ in answers), None)
-    if quantised:
-        say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
     limit, name = CLOSE.get(dtype, ROUNDED), str(parts.config.name_or_path)
-    if open_target is not None:
-        model = open_target()
-        found = differences(model, texts, [states for _, states in answers], files.layers)
-        shown = ", ".join(f"{each.layer}: {each.largest:.1e}" for each in found)
+    if quantised := files.protocol.quantization(answers[0][0]):
+        say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
+    if open_target is None:
+        say("this process has no memory for the target, so that its states are not compared with transformers'")
+    else:
+        found = differences(open_target(), texts, [states for _, states in answers], files.layers)
+        shown = ", ".join(f"{layer}: {away:.1e}" for layer, away in found.items())
         say(f"states of {len(texts)} texts beside transformers', largest relative difference by layer: {shown}")
         if not quantised:
-            refuse_differences(found, int(model.config.get_text_config().num_hidden_layers), limit, name)
-    else:
-        say("this process has no memory for the target, so that its states are not compared with transformers'")
-    head, norm, away = LMHead(parts), final_norm(parts), 0.0
+            refuse_differences(found, limit, name)
+    away = 0.0
     for ids, (answer, states) in zip(texts, answers):
-        logits = head(norm(states[:-1, -1].to(head.linear.weight))).float()
-        ours = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        ours = last_logits(parts, states[:-1]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         theirs = [row[str(i)]["logprob"] for row, i in zip(answer["prompt_logprobs"][1:], ids[1:])]
         away = max(away, float((ours - torch.tensor(theirs)).abs().mean()))
     if not away <= limit:
@@ -76,6 +62,12 @@ def check_states(
             f"revision is served than {name}, or the engine's class of it computes its logits otherwise"
         )
     say(f"log-probabilities from the engine's last state are {away:.1e} (mean) away from its own")
+
+
+def last_logits(parts: PreTrainedModel, states: Tensor) -> Tensor:
+    """The logits of states ``[tokens, layers, width]``, of which the last layer's is read before the final norm."""
+    head = LMHead(parts)
+    return head(final_norm(parts)(states[:, -1].to(head.linear.weight))).float()
 
 
 @torch.no_grad()
@@ -93,26 +85,23 @@ def check_samples(
     Raises:
         UserError: The answers are no samples of the target.
     """
-    head, norm, sums = LMHead(parts), final_norm(parts), torch.zeros(3, dtype=torch.float64)
     how = {"max_tokens": SAMPLED, "temperature": warp.temperature, "top_p": warp.top_p}
+    away, variance, count = 0.0, 0.0, 0
     for number, ids in enumerate(prompts):
         answer, states = files.ask(number, ids, seed=number, **how)
-        logits = head(norm(states[len(ids) - 1 :, -1].to(head.linear.weight))).double()
-        p = warp(logits)
+        new, p = answer_ids(answer), warp(last_logits(parts, states[len(ids) - 1 :]).double())
         log_p = p.clamp_min(1e-13).log()
-        new = torch.tensor(answer_ids(answer))
         mean = (p * log_p).sum(-1)
-        variance = (p * log_p.square()).sum(-1) - mean.square()
-        seen = log_p.gather(1, new[:, None])[:, 0]
-        sums += torch.stack([(seen - mean).sum(), variance.sum(), torch.tensor(float(len(new)))])
-    away, spread, count = sums.tolist()
-    if abs(away) > 6 * spread**0.5 + 0.05 * count:
+        away += float((log_p.gather(1, torch.tensor(new)[:, None])[:, 0] - mean).sum())
+        variance += float(((p * log_p.square()).sum(-1) - mean.square()).sum())
+        count += len(new)
+    if abs(away) > 6 * variance**0.5 + 0.05 * count:
         raise UserError(
             f"the engine's answers at temperature {warp.temperature:g} and top_p {warp.top_p:g} are no samples of the "
             f"target: their log-probabilities are {away / count:+.2f} a token from what is expected. Start it with "
             "--generation-config vllm, or another version of it"
         )
-    say(f"log-probabilities of {count:.0f} sampled tokens are {away / count:+.3f} a token from what is expected")
+    say(f"log-probabilities of {count} sampled tokens are {away / count:+.3f} a token from what is expected")
 
 
 def holds(folder: Path, device: torch.device) -> bool:
@@ -126,51 +115,42 @@ def holds(folder: Path, device: torch.device) -> bool:
 @torch.no_grad()
 def differences(
     model: PreTrainedModel, texts: Sequence[Ids], states: Sequence[Tensor], layers: Sequence[int]
-) -> list[Difference]:
-    """The largest relative difference of each layer's states ``[tokens, layers, width]`` from transformers' own."""
-    before_norm = list[Tensor]()
-    hook = final_norm(model).register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
-    furthest = {layer: Difference(layer, 0.0, 0, 0) for layer in layers}
-    try:
-        for number, (ids, given) in enumerate(zip(texts, states)):
-            out = model.base_model(
-                input_ids=torch.tensor([ids], device=model.device), use_cache=False, output_hidden_states=True
-            )
-            wanted = [*out.hidden_states[:-1], before_norm.pop()]
-            for place, layer in enumerate(layers):
-                ours = wanted[layer][0].float().cpu()
-                away = (given[:, place].float() - ours).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-6)
-                position = int(away.argmax())
-                if float(away[position]) > furthest[layer].largest:
-                    furthest[layer] = Difference(layer, float(away[position]), number, position)
-    finally:
-        hook.remove()
-    return list(furthest.values())
+) -> dict[int, float]:
+    """The largest ‖difference‖ / ‖state‖ of each layer's states ``[tokens, layers, width]`` from transformers' own."""
+    furthest = dict.fromkeys(layers, 0.0)
+    for ids, given in zip(texts, states):
+        with entering(model, layers) as wanted:
+            model.base_model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+        for place, layer in enumerate(layers):
+            ours = wanted[layer][0].float().cpu()
+            away = (given[:, place].float() - ours).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-6)
+            furthest[layer] = max(furthest[layer], float(away.max()))
+    return furthest
 
 
-def refuse_differences(found: Sequence[Difference], depth: int, limit: float, target: str) -> None:
+def refuse_differences(found: dict[int, float], limit: float, target: str) -> None:
     """Refuse states that are not the target's.
 
     Raises:
-        UserError: With the first layer that differs, where, and the causes that are known.
+        UserError: With the first layer that differs, and the causes that are known.
     """
-    wrong = [each for each in found if each.largest > limit]
+    wrong = [layer for layer, away in found.items() if away > limit]
     if not wrong:
         return
-    first, alone = wrong[0], len(wrong) == 1
-    if first.layer == 0:
-        cause = "the embeddings differ: another model or revision is served, or they are scaled in one of the two"
-    elif first.layer == depth and alone:
+    if wrong == [max(found)]:
         cause = "the last state differs alone: the engine gives it after the final norm, or from another place"
-    elif first is found[0]:
-        cause = "all layers differ: another model or revision is served, or other layers are given away (one further)"
+    elif len(wrong) == len(found):
+        cause = (
+            "all layers differ: another model or revision is served, its embeddings are scaled in one of the two, or "
+            "other layers are given away (one further)"
+        )
     else:
         cause = (
             "the layers before it are right: the engine's class of this model leaves a part out there (a residual, as "
             "Gemma 3 in SGLang, sglang#39286; deepstack inputs, SpecForge#431), or its attention computes otherwise"
         )
     raise UserError(
-        f"the engine's states of {target} differ from transformers' at layer {first.layer} by {first.largest:.2g} "
-        f"(relative, at position {first.position} of text {first.text}; expected less than {limit:g}). {cause}. Try "
-        "teacher.engine.arguments [--model-impl=transformers] or another version, or set teacher.signal to hidden"
+        f"the engine's states of {target} differ from transformers' at layer {wrong[0]} by {found[wrong[0]]:.2g} "
+        f"(relative; expected less than {limit:g}). {cause}. Try teacher.engine.arguments [--model-impl=transformers] "
+        "or another version, or set teacher.signal to hidden"
     )

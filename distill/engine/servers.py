@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Answer = dict[str, Any]
 TRIES, PAUSE = 7, 0.5  # of one request; seconds before the second one, doubled before each further one
-ANSWER, READ = 600.0, 120.0  # seconds in which a prompt is answered, and read
+ANSWER = 600.0  # seconds in which a prompt is answered
 TRANSIENT = {408, 409, 425, 429}  # and from 500 on: statuses that another try may change
 KEPT = "What is finished is kept: run the same command again to continue"
 
@@ -79,9 +79,7 @@ class Engine:
         """
         model = self.models[number % len(self.models)]
         body = {"model": model.name, "prompt": list(ids), "return_token_ids": True} | how
-        seconds = ANSWER if how.get("max_tokens") != 1 else READ
-        request = {"json": body, "timeout": seconds}
-        answer, choice = self._call(model.client, model.url, tries, "choices", "POST", "completions", **request)
+        answer, choice = self._call(model.client, model.url, tries, "choices", "POST", "completions", json=body)
         return answer | choice
 
     def _served(self, url: str) -> Served:
@@ -109,20 +107,10 @@ class Engine:
                 break
             except (httpx.HTTPError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
-                if isinstance(error, httpx.ReadTimeout) and not _healthy(url):  # nor will it to another try
-                    break
         raise UserError(
             f"{url} failed: {why}: start it with the target (docs/engines.md), put its key into OPENAI_API_KEY, or "
             f"leave teacher.engine.urls out. {KEPT}"
         )
-
-
-def _healthy(url: str) -> bool:
-    """Whether a server says that it is ready."""
-    try:
-        return httpx.get(f"{url.removesuffix('/v1')}/health", trust_env=False, timeout=10.0).status_code == 200
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return False
 
 
 def _short(answer: httpx.Response) -> str:

@@ -4,7 +4,6 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,10 @@ FOLDER = "/dev/shm/states"
 
 
 class VLLM:
-    """See `distill.engine.states.Protocol`."""
+    """What is particular to vLLM among engines that give hidden states away.
+
+    Layer i is transformers' ``hidden_states[i]``, and the number of layers the last one's output before the norm.
+    """
 
     def options(self, layers: Sequence[int], folder: str = FOLDER) -> list[str]:
         """The options of vLLM for states that pass through a folder; `CONNECTOR` has to be in its PYTHONPATH."""
@@ -33,16 +35,21 @@ class VLLM:
         return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
 
     def command(self, model: Path, layers: Sequence[int], length: int, arguments: Sequence[str]) -> str:
-        """The command of a server."""
+        """The command of a server, with further arguments, that gives the states that enter these layers away."""
         options = ["--max-model-len", str(length), "--generation-config", "vllm", *self.options(layers), *arguments]
         return f"PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
 
     def request(self, *, several: bool) -> dict[str, Any]:
-        """Ask the connector for a file."""
+        """What a request has to ask for; ``several``: the states of the answer's tokens too."""
         return {"kv_transfer_params": {"include_output_tokens": several}}
 
     def take(self, answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
-        """The states of the file that an answer names, which is deleted."""
+        """The states ``[tokens, layers, width]`` of the file that an answer names, which is deleted.
+
+        Raises:
+            Retry: They are not as they should be.
+            UserError: Nor will they be another time.
+        """
         told = answer.get("kv_transfer_params") or {}
         if not (path := told.get("hidden_states_path")):
             raise UserError(
@@ -50,38 +57,31 @@ class VLLM:
                 "check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states of the "
                 "last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
             )
-        if (given := told.get("layers", list(layers))) != list(layers):
-            with suppress(Retry, UserError):
-                take_file(Path(path), ids, given)  # which deletes it
+        if (given := told.get("layers")) != list(layers):
             raise UserError(
                 f"the engine gives the states of layers {given} away, and {list(layers)} are needed, ascending and "
                 "each once: start it with the command that python -m distill check-engine prints"
             )
-        return take_file(Path(path), ids, layers)
+        return take_file(Path(path), ids)
 
     def quantization(self, answer: Answer) -> str | None:
-        """How the engine is quantised."""
+        """How the engine is quantised, as an answer says it."""
         name: str | None = answer["kv_transfer_params"].get("quantization")
         return name
 
 
-def take_file(path: Path, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+def take_file(path: Path, ids: Sequence[int]) -> Tensor:
     """The states ``[tokens, layers, width]`` of a file that is being written, which is deleted.
 
     Raises:
         Retry: It was not written, or is not of these tokens.
-        UserError: It has other layers.
     """
-    problems = {
-        "full": f"found no space in {path.parent}: lower teacher.engine.in_flight, or give another folder",
-        "failed": f"could not write {path}: see its log",
-    }
-    end = time.monotonic() + WAIT
+    end, failed = time.monotonic() + WAIT, path.with_name(f"{path.name}.failed")
     while not path.exists():
-        for kind, words in problems.items():
-            with suppress(FileNotFoundError):
-                path.with_name(f"{path.name}.{kind}").unlink()
-                raise Retry(words)
+        if failed.exists():
+            why = failed.read_text()
+            failed.unlink()
+            raise Retry(f"could not write {path} ({why}): where no space is left, lower teacher.engine.in_flight")
         if time.monotonic() > end:
             raise Retry(f"wrote no {path} within {WAIT:.0f} s, or it is on another machine")
         time.sleep(POLL)
@@ -92,8 +92,6 @@ def take_file(path: Path, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
     states, written = tensors["hidden_states"], tensors["token_ids"].tolist()
     if written != list(ids):
         raise Retry(f"wrote states of {len(written)} tokens that are not the {len(ids)} of the request")
-    if states.shape[1] != len(layers):
-        raise UserError(f"the engine gives {states.shape[1]} layers away, and {list(layers)} are needed: start it anew")
     if len(states) != len(ids):
         raise Retry(f"wrote {len(states)} states of {len(ids)} tokens: start it with --no-enable-prefix-caching")
     if not torch.isfinite(states).all():

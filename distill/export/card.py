@@ -1,9 +1,7 @@
 """What is known about an exported draft, as `speculation_profile.json` and model card, before and after measuring."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,53 +69,6 @@ def export_profile(report: Report, draft: str) -> Facts:
     }
 
 
-def speculation_profile(measured: Report, length: int, method: str = "draft_model") -> Facts:
-    """Returns the portable measurements, under the field names that NVIDIA's Model-Optimizer proposes.
-
-    Acceptance by position is given as conditional rates (position i accepted, if all before it were) and marginal rates
-    (positions up to i all accepted), with their errors, over the rounds whose draft was not cut by the end of a text or
-    its budget; repeats of a deterministic text count once. Lengths count the target's own token: a round that accepts m
-    drafted tokens has length m + 1, the mean is 1 + Σ of the marginal rates, and the histogram counts the same rounds.
-    ``synthetic_acceptance_rates`` are the marginal rates under vLLM's name.
-
-    Args:
-        measured: What `export_profile` returns. Without acceptance by position, or if it belongs to another length, the
-            vectors are null and ``measured`` is false.
-        length: Number of drafted tokens per round.
-        method: vLLM's name for this kind of draft.
-    """
-    rows = list(measured.get("acceptance_by_position") or [])
-    usable = bool(rows) and len(rows) == length == measured.get("best_draft_length")
-    vectors = {
-        f"{kind}_accept_rates{error}": [_rounded(row.get(f"{kind}{error}")) for row in rows] if usable else None
-        for kind in ("conditional", "marginal")
-        for error in ("", "_se")
-    }
-    rounds = int(rows[0]["rounds"]) if usable else 0
-    accepted = [rounds, *(round(row["marginal"] * rounds) for row in rows), 0]
-    histogram = {str(m + 1): more - fewer for m, (more, fewer) in enumerate(pairwise(accepted))}
-    reason = "acceptance was measured at another draft length" if rows else "acceptance was not measured"
-    return {
-        "schema_version": "1.0",
-        "producer": "draftsmith",
-        "measured": usable,
-        "method": method,
-        "num_speculative_tokens": length,
-        "verification_method": "longest_prefix",
-        **vectors,
-        "synthetic_acceptance_rates": vectors["marginal_accept_rates"],
-        "mean_accept_length": round(1 + sum(row["marginal"] for row in rows), 6) if usable else None,
-        "mean_accept_length_per_request": None,
-        "acceptance_length_histogram": histogram if usable else None,
-        "measurement_conditions": {k: v for k, v in (measured.get("conditions") or {}).items() if v is not None},
-        "vectors_unavailable_reason": None if usable else reason,
-    }
-
-
-def _rounded(rate: float | None) -> float | None:
-    return None if rate is None or not math.isfinite(rate) else round(rate, 6)
-
-
 def describe(
     model: PreTrainedModel | DraftHead, target: PreTrainedConfig, name: str, folder: str, gguf: Sequence[str] = ()
 ) -> Facts:
@@ -167,7 +118,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
     """
     measured, before, card = measured or {}, read_json(folder / PROFILE), folder / "README.md"
     method = "draft_model" if facts["kind"] == "draft" else facts["kind"]
-    profile = before | speculation_profile(measured, length, method)
+    profile = before | {"method": method, "num_speculative_tokens": length, "measured": measured}
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)
     write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})

@@ -14,7 +14,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from decode.engines.gguf import convert, find_converter
@@ -31,12 +30,6 @@ from distill.kinds.language_model import LANGUAGE_MODEL
 
 DRAFTED = 4  # tokens per round, until the best number is measured
 NEVER = -1e4  # bias of padded ids: below any real logit, within the range of float16
-# Texts that pre-tokenisers and normalisers with the same vocabulary split differently.
-PROBE_TEXTS = (
-    "Tom's 12 apples cost $3.50 each;  he pays 12*3.5=<<12*3.5=42>>42 dollars.",
-    "def f(x):\n    return x ** 2\n\n\tprint(f(10_000))",
-    "Ünïcode – “quotes” … 東京 🙂 #### 1,234",
-)
 
 
 def export_draft(
@@ -73,7 +66,7 @@ def export_draft(
     trust_draft_code = trust_remote_code or trust_draft_code
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        check_same_tokenizer(tokenizer, load_tokenizer(draft_dir, trust_remote_code=trust_draft_code))
+        check_tokenizers(tokenizer, load_tokenizer(draft_dir, trust_remote_code=trust_draft_code))
     files = files_of(target_dir, trust_remote_code=trust_remote_code)
     target, generation = files.config, files.generation_config
     vocabulary = target.get_text_config().vocab_size
@@ -106,9 +99,8 @@ def export_draft(
         facts = describe(model, target, str(target_dir), str(out_dir), settings.gguf)
         facts |= {"name": name, "trained_vocabulary": trained_vocabulary, "notes": [note] if note else []}
         write_card(partial, facts, DRAFTED)
-        written = model.config
         del model, config
-        _check_reload(partial, written, probe, source, trust_draft_code)
+        _check_reload(partial, probe, source, trust_draft_code)
     return out_dir
 
 
@@ -128,17 +120,6 @@ def check_export_path(out_dir: str | Path, kind: Kind = LANGUAGE_MODEL) -> None:
             f"The export folder {path} is not empty and holds no config.json, so it is no earlier export. "
             "Choose another folder, or remove this one."
         )
-
-
-def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuses tokenizers in which ids stand for different tokens, or that split the probe texts differently."""
-    check_tokenizers(target, draft)
-    for text in PROBE_TEXTS:
-        if target(text)["input_ids"] != draft(text)["input_ids"]:
-            raise UserError(
-                f"The draft's tokenizer has the target's tokens but splits text differently, for example {text!r}. Use "
-                "the target's tokenizer files."
-            )
 
 
 def fit_vocabulary(model: PreTrainedModel, size: int) -> int:
@@ -211,26 +192,22 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model.eval()(input_ids=ids.to(model.device)).logits.float().cpu()
 
 
-def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: Tensor, trust: bool) -> None:
+def _check_reload(folder: Path, ids: Tensor, source: Tensor, trust: bool) -> None:
     """Loads the written folder as others will, and compares it with the model that was measured."""
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust)
-    logits = _logits(reloaded, ids)
-    common = min(logits.shape[-1], source.shape[-1])
-    gap = float((logits[..., :common] - source[..., :common]).abs().max())
-    tied = reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
-    rope, again = (getattr(c, "rope_parameters", None) or {} for c in (config, reloaded.config))
-    wrong = {
-        f"computes other logits than the draft that was measured (off by up to {gap:.3g}, wanted 1e-4)":
-            not gap <= 1e-4 * (1 + float(source.abs().max())),
-        f"prefers a padded token id (of {common} and above)":
-            logits.shape[-1] > common and int(logits.argmax(-1).max()) >= common,
-        f"has rope_parameters {again} instead of {rope}": not rope.items() <= again.items(),
-        f"has tie_word_embeddings {not tied} in its config.json, and embedding and head are {'one' if tied else 'two'}":
-            reloaded.config.tie_word_embeddings != tied,
-    }  # fmt: skip
-    if why := [text for text, holds in wrong.items() if holds]:
+    logits, common = _logits(reloaded, ids), source.shape[-1]
+    gap = float((logits[..., :common] - source[..., : logits.shape[-1]]).abs().max())
+    tied, why = reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight, ""
+    if not gap <= 1e-4 * (1 + float(source.abs().max())):
+        why = f"computes other logits than the draft that was measured (off by up to {gap:.3g}, wanted 1e-4)"
+    elif int(logits.argmax(-1).max()) >= common:
+        why = f"prefers a padded token id (of {common} and above)"
+    elif reloaded.config.tie_word_embeddings != tied:
+        matrices = "one" if tied else "two"
+        why = f"has tie_word_embeddings {not tied} in its config.json, and embedding and head are {matrices}"
+    if why:
         raise UserError(
-            f"The exported draft, loaded again by transformers, {why[0]}; it was not kept. Set export.dtype to "
+            f"The exported draft, loaded again by transformers, {why}; it was not kept. Set export.dtype to "
             "float32, or serve the draft's own folder."
         )
 

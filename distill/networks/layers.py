@@ -1,5 +1,8 @@
 """The layers and the final norm of a model of any architecture."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +34,29 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     if not norms:
         raise _unreachable(model, "no norm after the last layer")
     return norms[0]
+
+
+@contextmanager
+def entering(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Inside, every forward pass leaves here the states ``[batch, time, width]`` that enter these layers, no others.
+
+    Layer i is transformers' ``hidden_states[i]``, and the number of layers the last one's output before the norm.
+    """
+    states = dict[int, torch.Tensor]()
+    stack = decoder_layers(model) if layers else nn.ModuleList()
+
+    def keep(layer: int, module: nn.Module, given: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        states[layer] = given[0] if given else named["hidden_states"]
+
+    modules = {layer: stack[layer] if layer < len(stack) else final_norm(model) for layer in layers}
+    hooks = [
+        module.register_forward_pre_hook(partial(keep, layer), with_kwargs=True) for layer, module in modules.items()
+    ]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:

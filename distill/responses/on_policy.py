@@ -5,7 +5,7 @@ step). The texts themselves depend on the weights of the moment they were writte
 a continued run trains on the same ones.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,13 +14,12 @@ from datasets import Dataset
 
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError
 from decode.models.texts import uniform_draws
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
 from distill.data.chat import IGNORE, Ids
-from distill.data.dataset import Examples, Picks, Schedule
+from distill.data.dataset import Batch, Examples, Picks, Schedule
 from distill.responses.target import LEARNED
 
 Writer = Callable[..., list[Ids]]
@@ -41,11 +40,11 @@ class OnPolicy:
     seed: int  # of the choice and of the texts
     limit: int  # longest prompt and response together
     stop_ids: Collection[int]  # end-of-text tokens
-    add_columns: Callable[[Sequence[Examples]], None]  # puts columns of frozen models into the texts
+    complete: Callable[[Batch], Batch]  # adds what frozen models say of a batch
     label_tokens: int = 0  # labels of the steps so far, over all ranks
     counted: int = -1  # the last step whose labels were counted
     window: int = -1  # number of the rewriting that the texts are of
-    texts: list[list[Ids]] = field(default_factory=list)  # the draft's texts, by rank
+    texts: list[Ids] = field(default_factory=list)  # the draft's texts, by step and place in it
     # The examples made of the texts, by their places; None: not made yet
     rows: dict[Place, tuple[Examples, int]] | None = None
 
@@ -60,65 +59,37 @@ class OnPolicy:
         return replaced
 
     def _made(self, window: int) -> dict[Place, tuple[Examples, int]]:
-        """The examples of all steps until the next rewriting; each rank writes the texts that it trains on."""
-        settings, every, here = self.settings, self.settings.refresh_every, ranks.rank()
-        places: list[list[Place]] = [[] for _ in range(ranks.world())]
-        for step in range(window * every, min(self.steps, (window + 1) * every)):
+        """The examples of all steps until the next rewriting; each rank writes a part of the texts."""
+        settings, places = self.settings, list[Place]()
+        for step in range(window * settings.refresh_every, min(self.steps, (window + 1) * settings.refresh_every)):
             coins = np.random.default_rng([self.seed, 3, step]).random(self.schedule.batch_size)
-            for at in np.flatnonzero(coins < self.share).tolist():
-                places[at % len(places)].append((step, at))
-        prompts = [[self.prompts.prompt(int(self.schedule.batch(step)[at])) for step, at in part] for part in places]
+            places += [(step, at) for at in np.flatnonzero(coins < self.share).tolist()]
+        prompts = [self.prompts.prompt(int(self.schedule.batch(step)[at])) for step, at in places]
         if window != self.window:
+            here, world = range(ranks.rank(), len(places), ranks.world()), ranks.world()
             with torch.random.fork_rng(devices=[]):
                 texts = self.write(
-                    prompts[here],
+                    [prompts[i] for i in here],
                     LogitsWarper(settings.temperature, top_p=settings.top_p),
-                    budgets=[min(settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts[here]],
+                    budgets=[min(settings.max_new_tokens, self.limit - len(prompts[i])) for i in here],
                     stop_ids=self.stop_ids,
-                    draws=lambda i, count: uniform_draws(self.seed, 4, *places[here][i], count=count),
+                    draws=lambda i, count: uniform_draws(self.seed, 4, *places[here[i]], count=count),
                     batch_size=settings.batch_size,
                 )
-            self.window, self.texts = window, ranks.exchange(texts)
-        rows: dict[Place, tuple[Examples, int]] = {}
-        for rank, part in enumerate(places):
-            examples = Examples.of(response_rows(prompts[rank], self.texts[rank], self.stop_ids))
-            if rank == here:
-                self.add_columns([examples])
-            rows |= {place: (examples, number) for number, place in enumerate(part)}
-        return rows
+            parts = ranks.exchange(texts)
+            self.window, self.texts = window, [parts[i % world][i // world] for i in range(len(places))]
+        # one that was cut by its budget has no end-of-text token, and so none is learned
+        answers = [until_end(text, self.stop_ids) for text in self.texts]
+        labels = [[IGNORE] * len(prompt) + answer for prompt, answer in zip(prompts, answers)]
+        rows = {"input_ids": [[*prompt, *answer] for prompt, answer in zip(prompts, answers)], "labels": labels}
+        examples = Examples.of(Dataset.from_dict(rows, features=LEARNED))
+        return {place: (examples, number) for number, place in enumerate(places)}
 
     def state_dict(self) -> Values:
         """What a checkpoint holds of this."""
         return {"window": self.window, "texts": self.texts, "label_tokens": self.label_tokens}
 
     def load_state_dict(self, state: Values) -> None:
-        """Restores it.
-
-        Raises:
-            UserError: It was written by another number of processes.
-        """
-        if state["texts"] and len(state["texts"]) != ranks.world():
-            raise UserError(
-                f"the checkpoint holds texts of {len(state['texts'])} processes and this run has {ranks.world()}: "
-                "continue with as many, or remove the stage's folder under work/ to start the stage again"
-            )
+        """Restores it."""
         self.window, self.texts, self.label_tokens = state["window"], state["texts"], state["label_tokens"]
         self.rows = None
-
-
-def response_rows(prompts: Sequence[Ids], responses: Sequence[Ids], ends: Collection[int]) -> Dataset:
-    """Examples (``input_ids``, ``labels``) whose labels are the responses up to and with their first end token.
-
-    Args:
-        prompts: Token ids, no labels.
-        responses: Token ids; one that was cut by its budget has no end-of-text token, and so none is learned.
-        ends: Every end-of-text token. Padding may be one of them: it is added later, and never a label.
-    """
-    answers = [until_end(response, ends) for response in responses]
-    return Dataset.from_dict(
-        {
-            "input_ids": [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)],
-            "labels": [[IGNORE] * len(prompt) + answer for prompt, answer in zip(prompts, answers)],
-        },
-        features=LEARNED,
-    )

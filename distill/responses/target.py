@@ -77,7 +77,7 @@ def answered_texts(
         files = files_of(path, trust_remote_code=settings.target.trust_remote_code)
         arriving = None if arrivals is None else cache(partial(arrivals, key))
         for split, rows in splits.items():
-            place = run.work / ("original" if original else "responses") / f"{split}-{fingerprint(key, len(rows))[:16]}"
+            place = run.work / "responses" / f"{split}-{fingerprint(key, len(rows))[:16]}"
             talks = Conversations(run, stop_ids(files, run.tokenizer), target, arriving)
             splits[split] = talks.answered(rows, f"the target's responses, {split}", place)
     return splits["train"], splits["validation"], key
@@ -145,23 +145,17 @@ class Conversations:
             )
         finished = (turn.select(np.flatnonzero(_column(turn, "finished"))).select_columns([*LEARNED]) for turn in turns)
         made = _shared(file, LEARNED, (row for turn in finished for row in turn))
-        for number in range(len(turns)):
+        for number in range(len(turns)) if ranks.is_first() else ():
             remove(place / f"turn-{number}.arrow")
         return made
 
     def write(self, turn: Dataset, answers: Kept, title: str) -> None:
         """Have the prompts of a turn answered that are not yet."""
-        texts, numbers = Examples.of(turn), _column(turn, "number")
+        texts, size = Examples.of(turn), None if self.served else GROUP * self.settings.batch_size
         budgets = np.clip(self.longest - texts.lengths, 0, self.settings.max_new_tokens)
-        asked = np.flatnonzero((budgets > 0) & ~_column(turn, "finished"))
-
-        def job(place: int) -> Job:
-            row = int(asked[place])
-            return Job(int(numbers[row]), texts.text(row)[0].tolist(), int(budgets[row]))
-
-        size = None if self.served else GROUP * self.settings.batch_size
+        budgets[_column(turn, "finished")] = 0
         writer = partial(self.writer, turn)
-        write_answers(self.run, answers, numbers[asked], texts.lengths[asked], job, writer, title, size)
+        write_answers(self.run, answers, texts, _column(turn, "number"), budgets, writer, title, size)
 
     def writer(self, turn: Dataset) -> Write:
         """What answers the prompts of a turn."""
@@ -249,9 +243,9 @@ class Conversations:
 def write_answers(
     run: Run,
     answers: Kept,
+    texts: Examples,
     numbers: Ints,
-    lengths: Ints,
-    job: Callable[[int], Job],
+    budgets: Ints,
     writer: Callable[[], Write],
     title: str,
     size: int | None,
@@ -261,15 +255,16 @@ def write_answers(
     Args:
         run: Shows the progress.
         answers: Where they are kept.
-        numbers: Of the prompts.
-        lengths: Tokens of each; those of similar length are written together.
-        job: Makes the job of a place in these.
+        texts: The prompts; those of similar length are written together.
+        numbers: Of each.
+        budgets: Longest answer of each in tokens; 0: it is not answered.
         writer: Makes what writes those that are missing.
         title: Of the progress.
         size: Prompts that a process writes together, whole groups, so that bits are those of one process. None: an
             engine answers, which the first process alone asks.
     """
-    order = np.lexsort((numbers, lengths))
+    order = np.lexsort((numbers, texts.lengths))
+    order = order[budgets[order] > 0]
     keys = numbers[order].astype(np.uint64)
     missing = answers.find(keys) < 0
     groups = [order[missing]]
@@ -281,7 +276,8 @@ def write_answers(
         with working(run.console, title, int(missing.sum())):
             write = writer()
             for group in share:
-                keep_texts(answers, map(job, group.tolist()), write)
+                jobs = (Job(int(numbers[row]), texts.text(row)[0].tolist(), int(budgets[row])) for row in group)
+                keep_texts(answers, jobs, write)
     answers.join(keys)
     if missing.any():
         run.line(f"{title}: {len(order)}, {missing.sum()} of them written now")

@@ -24,7 +24,7 @@ from decode.measure.suites import Prompt, Row, Suite
 from decode.models.heads.block import BlockHead
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
-from decode.progress import Progress, as_current, current
+from decode.progress import current, working
 from distill.config import EvaluationSettings
 from distill.config.models import StudentSettings
 from distill.data.corpus import test_suite
@@ -84,19 +84,19 @@ def evaluate(run: Run) -> Row:
     texts: dict[str, list[Text]] = {}
     alphas: dict[str, ByDraft] = {}
     decoding: list[Row] = []
-    with Progress(run.console) as bar:
-        if followed := described(target, own_warp(target, 1.0, {})):
-            bar.console.print(followed, soft_wrap=True)
-        for mode, temperature in MODES.items():
-            with as_current(bar.add(f"texts of the target, {mode}", counts[mode])):
-                texts[mode] = target_texts(session, suite.prompts[: counts[mode]], temperature)
-            judged = texts[mode][: measured.prompts]
-            with as_current(bar.add(f"acceptance, {mode}", sum(len(ids) > n for ids, n in judged))):
-                alphas[mode] = acceptance(target, models, judged, temperature)
-        if measured.decode_prompts:
-            timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
-            with as_current(bar.add("decoding")):
-                decoding = _decoded(run, session, timed, best)
+    if followed := described(target, own_warp(target, 1.0, {})):
+        run.console.print(followed, soft_wrap=True)
+    for mode, temperature in MODES.items():
+        with working(run.console, f"texts of the target, {mode}", counts[mode], leave=True):
+            texts[mode] = target_texts(session, suite.prompts[: counts[mode]], temperature)
+        judged = texts[mode][: measured.prompts]
+        answered = sum(len(ids) > n for ids, n in judged)
+        with working(run.console, f"acceptance, {mode}", answered, leave=True):
+            alphas[mode] = acceptance(target, models, judged, temperature)
+    if measured.decode_prompts:
+        timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
+        with working(run.console, "decoding", leave=True):
+            decoding = _decoded(run, session, timed, best)
     accuracy = None
     if suite.score is not None:
         answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]

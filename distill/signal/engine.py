@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distill.data.dataset import Batch, Examples, Picks, collate, label_mask
+from distill.data.dataset import PLACES, Batch, Examples, Picks, collate, label_mask
 from distill.engine.states import Ids, StateFiles
 from distill.kept import Kept
 from distill.networks.layers import final_norm
@@ -39,23 +38,23 @@ class EngineStates:
     def __call__(self, batch: Batch) -> States:
         """The last hidden states at the label tokens, and the features of a head, of a batch."""
         texts = read_texts(batch)
-        return self.of(batch, texts, self.files.take([ids for ids in texts if ids]))
+        states = iter(self.files.take([ids for ids in texts if ids]))
+        return self.of(batch, [next(states) if ids else None for ids in texts])
 
     @torch.no_grad()
-    def of(self, batch: Batch, texts: Sequence[Ids], given: Sequence[Tensor]) -> States:
-        """The same of given states ``[tokens, layers, width]`` of the texts that are not empty."""
-        mask, like, states = label_mask(batch["labels"]).to(self.like.device), self.like, iter(given)
-        hidden, features = [like], []
-        for ids, labels in zip(texts, mask):
-            part = next(states).to(like) if ids else like[:, None].expand(0, self.last + 1, -1)
-            with torch.autocast(like.device.type, enabled=False):
-                normed = self.norm(part[:, -1])
-            hidden.append(normed[labels[: len(ids)]])
-            planes = [normed if plane == self.last else part[:, plane] for plane in self.planes]
-            if planes:  # a head that reads the last state reads it after the norm
-                rows = torch.cat(planes, -1)
-                features.append(functional.pad(rows, (0, 0, 0, len(labels) - len(ids))))
-        return torch.cat(hidden), torch.stack(features) if features else None
+    def of(self, batch: Batch, given: Sequence[Tensor | None]) -> States:
+        """The same of the texts' states ``[tokens, layers, width]``; None of those that have no label."""
+        states = self.like.new_zeros(*batch["input_ids"].shape, self.last + 1, self.like.shape[1])
+        read = torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
+        for number, part in enumerate(given):
+            if part is not None:
+                states[number, : len(part)], read[number, : len(part)] = part.to(states), True
+        with torch.autocast(states.device.type, enabled=False):
+            normed = self.norm(states[:, :, -1]).where(read[..., None], 0)
+        hidden = normed.flatten(0, 1).index_select(0, batch[PLACES].to(states.device))
+        # a head that reads the last state reads it after the norm
+        planes = [normed if plane == self.last else states[:, :, plane] for plane in self.planes]
+        return hidden, torch.cat(planes, -1) if planes else None
 
 
 class Packed:
@@ -75,7 +74,7 @@ class Packed:
         rows = Examples.of(Dataset.from_dict({"input_ids": [input_ids], "labels": [labels]}))
         batch = rows.batch(np.array([0]))
         with self.lock:  # so that one text at a time is on the device
-            columns = self.signal.kept(batch, self.source.of(batch, [input_ids[:-1]], [states]))
+            columns = self.signal.kept(batch, self.source.of(batch, [states]))
         (values,) = values_of(columns, [(rows, 0)])
         self.kept.put(int(rows.keys[0]), values)
 

@@ -1,18 +1,19 @@
 """What the frozen target says of a batch: its distributions at label tokens, and the states that a head reads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.models.heads.eagle import DraftHead
 from distill.data.dataset import FEATURES, PLACES, Batch
 from distill.kept import Shapes
 from distill.losses.divergences import TargetRows, log_probs
-from distill.networks.lm_head import LMHead, last_hidden, one_text_a_row
+from distill.networks.layers import entering
+from distill.networks.lm_head import LMHead, one_text_a_row
 from distill.networks.models import rows_at_once
 
 HIDDEN, INSIDE = "target_hidden", "target_inside"
@@ -32,16 +33,18 @@ FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
 
 
 def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> States:
-    """The states of a batch by a forward pass of the target; a head reads those that enter ``layers``."""
+    """The states of a batch by a forward pass of the target; a head reads those that enter ``layers``.
+
+    The number of layers stands for the last hidden state, after the final norm.
+    """
     ids, places = batch["input_ids"].to(model.device), batch[PLACES].to(model.device)
     # not the draft's precision: the target computes in its own
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-        if not layers:
-            return last_hidden(model, ids, places), None
-        with one_text_a_row():
-            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        features = torch.cat([out.hidden_states[layer] for layer in layers], -1)
-        return out.last_hidden_state.flatten(0, 1).index_select(0, places), features
+        count = int(model.config.get_text_config().num_hidden_layers)
+        with one_text_a_row(), entering(model, [layer for layer in layers if layer < count]) as states:
+            last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        features = torch.cat([states.get(layer, last) for layer in layers], -1) if layers else None
+        return last.flatten(0, 1).index_select(0, places), features
 
 
 def packed(states: Tensor, planes: int, dtype: str) -> Tensor:
@@ -65,27 +68,6 @@ def unpacked(values: Tensor, planes: int) -> Tensor:
     return (numbers.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)).flatten(-2)
 
 
-class Reader(Protocol):
-    """What is asked of a head."""
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        """The layers whose entering states it reads."""
-
-    def draft_ids(self) -> Tensor | None:
-        """The target's ids that it drafts; None: all."""
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A head before its vocabulary is chosen."""
-
-    captured_layers: tuple[int, ...]
-
-    def draft_ids(self) -> None:
-        """All of the target's ids."""
-
-
 class Signal:
     """The target as a draft sees it in training: `rows` reads it from the batch, or asks for its states.
 
@@ -96,6 +78,7 @@ class Signal:
         kind: ``online`` keeps nothing; ``hidden`` last hidden states; ``topk`` the k largest log-probabilities.
         source: Gives the states of a batch for which nothing is kept; None: ``target`` itself does, if it is online.
         reader: The head that is trained, whose states and ids it gives; None: a language model is.
+        layers: Of a head whose vocabulary has yet to be chosen, the layers whose entering states it reads.
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
         dtype: Number format in which states are kept (see `FORMATS`).
@@ -105,9 +88,10 @@ class Signal:
         self,
         target: PreTrainedModel,
         kind: Literal["hidden", "topk", "online"] = "online",
-        reader: Reader | None = None,
+        reader: DraftHead | None = None,
         source: Source | None = None,
         *,
+        layers: Sequence[int] = (),
         vocab: int | None = None,
         k: int = 64,
         dtype: str = "float32",
@@ -120,8 +104,8 @@ class Signal:
         self.head = self.all_ids.only(self.ids)
         self.vocab = min(vocab or self.head.vocab, self.head.vocab)
         self.k = min(k, self.vocab)
-        self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
-        self.layers: tuple[int, ...] = () if reader is None else tuple(reader.captured_layers)
+        self.layers = tuple(layers if reader is None else reader.captured_layers)
+        self.embedding = target.get_input_embeddings() if self.layers else nn.Module()
         self.source = partial(read_states, target, self.layers) if source is None else source
         self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
         self.columns, width = Shapes(), int(self.head.linear.weight.shape[1])  # of what is kept
@@ -154,21 +138,17 @@ class Signal:
         Both come from the batch's columns, or from the source. Features are in float32 or better; None without a head.
         """
         places = batch[PLACES]
-        if self.columns.keys() - batch.keys():
-            batch = batch | {name: column.to(places.device) for name, column in self.values(batch).items()}
         labels = batch["labels"].flatten().index_select(0, places + 1)
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
-        hidden, features = self._states(batch)
+        hidden, features = self.states(batch)
         if features is not None:
             features = features.to(torch.promote_types(features.dtype, torch.float32))
         if self.kind == "topk":
             top = batch[TOPK]
             target = TargetRows(top[:, 1].contiguous().view(torch.float32), self.vocab, ids=top[:, 0])
-        elif hidden is None and features is not None:
-            hidden = features.flatten(0, 1).index_select(0, places)
-        if self.kind != "topk":
+        else:
             target = TargetRows(hidden, self.head.vocab, self.head)
         target.labels = labels.where(labels < target.vocab, -1)
         if self.ids is not None:
@@ -176,19 +156,21 @@ class Signal:
             target.mass, target.learnable = inside.unbind(1)
         return target, features
 
-    def _states(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The last hidden states and the features in a batch."""
+    def states(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The last hidden states at the label tokens (not of topk) and the features, of the columns or the source."""
+        places = batch[PLACES]
+        if not self.columns.keys() & batch.keys():
+            last, read = self.source(batch)
+            return last.to(places.device), None if read is None else read.to(places.device)
         hidden = unpacked(batch[HIDDEN], 1) if HIDDEN in batch else None
-        return hidden, unpacked(batch[FEATURES], len(self.layers)) if FEATURES in batch else None
-
-    def values(self, batch: Batch, states: States | None = None) -> dict[str, Tensor]:
-        """The states (None: the source's) at the label tokens, and for a reader its features."""
-        hidden, features = states or self.source(batch)
-        return {HIDDEN: hidden} | ({} if features is None else {FEATURES: features})
+        features = unpacked(batch[FEATURES], len(self.layers)) if FEATURES in batch else None
+        if hidden is None and features is not None:
+            hidden = features.flatten(0, 1).index_select(0, places)
+        return hidden, features
 
     def inside(self, hidden: Tensor) -> Tensor:
         """`INSIDE` of last hidden states ``[rows, hidden]``."""
-        inside, weight = [torch.zeros(0, 2, device=hidden.device)], self.all_ids.linear.weight
+        inside, weight = [], self.all_ids.linear.weight
         states = hidden.to(weight.device, torch.promote_types(hidden.dtype, weight.dtype))
         for rows in states.split(rows_at_once(len(weight), weight.device)):
             logits = self.all_ids(rows).float()
@@ -202,25 +184,24 @@ class Signal:
     @torch.no_grad()
     def kept(self, batch: Batch, states: States | None = None) -> dict[str, Tensor]:
         """The columns of a batch as they are kept, of given states or the source's; `FEATURES` are still padded."""
-        values = self.values(batch, states)
-        hidden: Tensor = values[HIDDEN].to(self.head.linear.weight.device)
-        if self.kind == "topk":
-            parts = [torch.zeros(0, 2, self.k, dtype=torch.int32, device=hidden.device)]
+        hidden, features = states or self.source(batch)
+        hidden = hidden.to(self.head.linear.weight.device)
+        values = {HIDDEN: packed(hidden, 1, self.dtype)}
+        if features is not None:
+            values[FEATURES] = packed(features, len(self.layers), self.dtype)
+        if TOPK in self.columns:
+            parts = []
             for rows in hidden.split(rows_at_once(self.vocab, hidden.device)):
                 top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
             values[TOPK] = torch.cat(parts)
-            values |= {} if self.ids is None else {INSIDE: self.inside(hidden)}
-        for name, planes in ((FEATURES, len(self.layers)), (HIDDEN, 1)):
-            if name in self.columns:
-                values[name] = packed(values[name], planes, self.dtype)
+        if INSIDE in self.columns:
+            values[INSIDE] = self.inside(hidden)
         return {name: values[name].cpu() for name in self.columns}
 
     @torch.no_grad()
     def kept_inside(self, batch: Batch) -> dict[str, Tensor]:
         """`INSIDE` of a batch with the kept states, which do not depend on the ids that a head drafts."""
-        hidden, features = self._states(batch)
-        if hidden is None:
-            assert features is not None
-            hidden = features.flatten(0, 1).index_select(0, batch[PLACES])
+        hidden, _ = self.states(batch)
+        assert hidden is not None
         return {INSIDE: self.inside(hidden.to(self.all_ids.linear.weight.device)).cpu()}

@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.progress import EVERY, Progress, Work
+from decode.progress import EVERY, Work, working
 from distill import ranks
 from distill.config import TrainerSettings
 from distill.config.base import SHARDED, Values
@@ -185,8 +185,9 @@ def fit(
         "use_distributed_sampler": False,
         "default_root_dir": work,
     }
-    with quiet(), Progress(Console(quiet=True) if bar else console) as shown:
-        lines = ProgressLines(name, shown.add(name if last else f"{name}: validation before training"))
+    title = name if last else f"{name}: validation before training"
+    with quiet(), working(Console(quiet=True) if bar else console, title, leave=True) as shown:
+        lines = ProgressLines(name, shown)
         stop = SavedStop(work, min(settings.validate_every, steps))
         options["callbacks"] = [timer, *further, lines, stop, best, resume]
         try:

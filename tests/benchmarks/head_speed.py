@@ -124,7 +124,7 @@ def measure(settings: Settings, steps: int, rounds: int, attention: str, console
 
     def ours(clock: StepClock) -> None:
         student = open_draft(run, run.path("initial"))
-        module = DistillModule(student, data.columns.signal, training, steps, settings=draft, seed=settings.seed)
+        module = DistillModule(student, data.signal, training, steps, settings=draft, seed=settings.seed)
         batches = DistillDataModule(TrainingBatches(data.train, schedule, steps), data.validation)
         trainer = replace(settings.trainer, validate_every=steps, validation_examples=4)
         with scratch_folder() as folder:

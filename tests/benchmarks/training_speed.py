@@ -151,10 +151,10 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
         )
         if signal.kind != "online":
-            keep_columns(Kept(signal.columns), [kept], signal.kept)
+            keep_columns(Kept(signal.columns, run.work / "speed-signal"), [kept], signal.kept)
         frozen, precision = LanguageModelDraft(reference.to(device), 1), settings.trainer.precision
         shapes, losses = reference_losses(frozen, signal, Divergence(draft.divergence), precision)
-        keep_columns(Kept(shapes), [kept], losses)
+        keep_columns(Kept(shapes, run.work / "speed-losses"), [kept], losses)
         prepared = time.perf_counter() - began
         module = DistillModule(
             LanguageModelDraft(student.train(), 1), signal, training, steps, settings=draft, seed=settings.seed

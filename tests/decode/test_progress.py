@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from decode import progress
-from decode.progress import Progress, current, duration, working
+from decode.progress import current, duration, working
 
 
 class Terminal(io.StringIO):
@@ -36,8 +36,10 @@ def test_a_file_gets_lines_with_how_far_and_how_long(monkeypatch: pytest.MonkeyP
 
 def test_lines_are_rare_and_a_quiet_console_gets_none() -> None:
     file, quiet = io.StringIO(), io.StringIO()
-    with Progress(Console(file=file)) as shown, working(Console(file=quiet, quiet=True), "quiet", 8) as unshown:
-        work = shown.add("part", 1000)
+    with (
+        working(Console(file=file), "part", 1000) as work,
+        working(Console(file=quiet, quiet=True), "quiet", 8) as unshown,
+    ):
         for _ in range(1000):
             work.advance()
             unshown.advance()
@@ -56,8 +58,8 @@ def test_work_that_goes_on_after_an_interruption_counts_what_was_done_before() -
 
 def test_a_terminal_gets_a_bar() -> None:
     file = Terminal()
-    with Progress(Console(file=file, force_terminal=True, width=90)) as shown:
-        shown.add("letters", 3).advance(3)
+    with working(Console(file=file, force_terminal=True, width=90), "letters", 3, leave=True) as work:
+        work.advance(3)
     assert "letters: 100%" in file.getvalue()
     with working(Console(file=(silent := Terminal()), force_terminal=True), "whole", bars=False):
         pass

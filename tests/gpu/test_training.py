@@ -13,12 +13,11 @@ from families import build_tiny
 from gpu_tests import CUDA, DEVICE, GPU, REAL, there, with_ci
 from heads import check_chain_attention, draft_of
 from rich.console import Console
-from some_rows import add_losses, attached, everything, some_rows
+from some_rows import add_losses, attached, everything, scratch, some_rows
 
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import TrainingSettings
 from distill.data.dataset import REFERENCE, DistillDataModule, Examples, Schedule, TrainingBatches
-from distill.kept import Kept
 from distill.losses.divergences import Divergence
 from distill.networks.lm_head import last_hidden
 from distill.networks.models import use_attention
@@ -53,7 +52,7 @@ def distillation(kind: str, source: Any, device: str, *, selects: bool = False) 
     examples = [some_rows(16, empty=[3]), some_rows(5, seed=3, empty=[1])]
     settings = DraftSettings(divergence="dspark" if kind == "dspark" else "kl_tv")
     for each in examples if source != "online" else []:
-        keep_columns(Kept(signal.columns), [each], signal.kept)
+        keep_columns(scratch(signal.columns), [each], signal.kept)
     if selects:
         settings.reference, settings.k = "y", 0.4
         other, _ = draft_of(kind, model)

@@ -357,6 +357,30 @@ def written(head: MtpHead) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in head.tensors().items()}
 
 
+OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+
+
+def published(mtp: MtpModel, depth: int) -> dict[str, Tensor]:
+    """The layers' tensors as files name them, of a target of so many layers."""
+    family, tensors = mtp.config.model_type, {}
+    for name, tensor in mtp.layers.state_dict().items():
+        layer, part, rest = name.split(".", 2)
+        if family.startswith(("mellum", "qwen3")):
+            name = f"mtp.layers.{layer}.{rest}" if part == "mtp_block" else f"mtp.{OUTER[part]}.{rest}"
+        else:  # numbered behind the target's own
+            part = {"mtp_block": "", "post_norm": "shared_head.norm."}.get(part, f"{part}.")
+            name = f"model.layers.{depth + int(layer)}.{part}{rest}"
+        base, _, fused = name.rpartition(".")
+        if not base.endswith(".experts"):
+            tensors[name] = tensor.clone()
+            continue
+        parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+        for expert, weight in enumerate(tensor):
+            for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+                tensors[f"{base}.{expert}.{part}.weight"] = rows.clone()
+    return tensors
+
+
 def with_layers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int = 1, dtype: str = "float32", **changes: int
 ) -> PreTrainedModel:
@@ -373,7 +397,7 @@ def with_layers(
             weight.copy_(torch.randn(weight.shape) * 0.4 + ("norm" in name and kind != "Qwen3-Next"))
     file = folder / "model.safetensors"
     depth = main.config.num_hidden_layers
-    save_file(load_file(file) | written(MtpHead(mtp, main.config)), file, metadata={"format": "pt"})
+    save_file(load_file(file) | published(mtp, depth), file, metadata={"format": "pt"})
     if kind in LAYERED:  # its class names the layer of the published depth
         patterns = [rf"model\.layers\.{depth + i}\..*" for i in range(layers)]
         monkeypatch.setattr(type(main), "_keys_to_ignore_on_load_unexpected", patterns)

@@ -1,6 +1,10 @@
 """A few examples of random ids, and settings to train on them."""
 
+import atexit
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -8,9 +12,10 @@ import numpy as np
 from datasets import Dataset
 
 from distill.config.models import TrainingSettings
-from distill.data.chat import IGNORE
+from distill.data.chat import IGNORE, prompt_part
+from distill.data.corpus import Corpus
 from distill.data.dataset import Examples
-from distill.kept import Kept
+from distill.kept import Kept, Shapes
 from distill.kinds.reference import Draft, reference_losses
 from distill.losses.divergences import Divergence
 from distill.signal.kept import keep_columns
@@ -32,9 +37,16 @@ def some_rows(count: int = 6, seed: int = 0, *, prompt: int = 3, empty: Sequence
     return from_lists(ids, [[IGNORE] * start + row[start:] for start, row in zip(starts, ids)])
 
 
+def scratch(shapes: Shapes) -> Kept:
+    """A store in a folder that ends with the process."""
+    folder = mkdtemp(prefix="kept-")
+    atexit.register(shutil.rmtree, folder)
+    return Kept(shapes, Path(folder))
+
+
 def add_column(examples: Examples, name: str, values: np.ndarray) -> Examples:
     """Adds values of the label tokens ``[label tokens, ...]`` as a column that batches carry."""
-    kept = Kept({name: (values.shape[1:], str(values.dtype))})
+    kept = scratch({name: (values.shape[1:], str(values.dtype))})
     for key, part in zip(examples.keys, np.split(values, np.cumsum(examples.label_counts)[:-1])):
         kept.put(int(key), {name: part})
     kept.flush()
@@ -45,7 +57,14 @@ def add_column(examples: Examples, name: str, values: np.ndarray) -> Examples:
 def add_losses(reference: Draft, signal: Signal, examples: Examples, divergence: Divergence, precision: str) -> None:
     """Adds a reference's losses, as a run of AdaSPEC does."""
     shapes, compute = reference_losses(reference, signal, divergence, precision)
-    keep_columns(Kept(shapes), [examples], compute)
+    keep_columns(scratch(shapes), [examples], compute)
+
+
+def prompts_of(corpus: Corpus, *splits: Dataset) -> list[str]:
+    """The texts of the prompts of a corpus's splits."""
+    rows = [row for split in splits for row in split]
+    texts = corpus.tokenizer.batch_decode([prompt_part(row["input_ids"], row["labels"]) for row in rows])
+    return [text.removeprefix("<s> ") for text in texts]
 
 
 def everything(examples: Examples) -> dict[str, Any]:

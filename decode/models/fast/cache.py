@@ -89,10 +89,10 @@ class KVCache:
                 self.tensor[:, row.row, :, : row.known] = old[:, row.row, :, : row.known]
         self.views: list[Views] = [(layer, layer[:, :heads], layer[:, heads:]) for layer in self.tensor.unbind(0)]
 
-    def new_row(self, kind: Callable[..., Any], *given: Any) -> Any:
-        """The cache of a new text in the first free row, a `Row` or a subclass, which takes `given`."""
+    def new_row(self, kind: Callable[..., Any]) -> Any:
+        """The cache of a new text in the first free row, a `Row` or a subclass."""
         at = self.rows.index(None) if None in self.rows else len(self.rows)
-        self.rows[at : at + 1] = [kind(self, at, *given)]
+        self.rows[at : at + 1] = [kind(self, at)]
         return self.rows[at]
 
     def gather(self, texts: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:

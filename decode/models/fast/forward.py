@@ -202,14 +202,14 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     """
     facts, rotary, config = facts_of(model), model.base_model.rotary_emb, model.config.get_text_config()
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"], layer_kinds(config)[0][0].rope)[0].shape[-1]
-    tuned, large_auto = tunable(model), pack == "auto" and not is_small(model)
-    if large_auto and free_memory(model.device) <= ROOM * facts["weight_bytes"]:
+    tuned, large = tunable(model), pack == "auto" and not is_small(model)
+    if large and free_memory(model.device) <= ROOM * facts["weight_bytes"]:
         pack = "off"
     # as those of a checkpoint in 16 bits that was loaded in float32
     in_half = (half_scale(p) is not None for p in model.parameters() if p.dim() == 2)
     kept = pack != "off" and not draft and all(in_half)
-    if large_auto:
-        pack = "on" if kept else "off"
+    if large and not kept:
+        pack = "off"
     make = Linears(pack, copies=tuned, half=kept or (draft and pack == "auto"))
     network = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
     saved = make.bytes["in float16"]
@@ -218,13 +218,14 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
 
 
 class RowRunner(Model):
-    """A runner whose texts are rows of the cache of `network`."""
+    """A runner whose texts are rows of the cache of `network`, each of them a `row`."""
 
     network: FastForward
+    row: type[Row] = Row
 
     def new_cache(self) -> Any:
         """See `Model.new_cache`."""
-        return self.network.cache.new_row(Row)
+        return self.network.cache.new_row(self.row)
 
     def reserve(self, rows: int, length: int = 0) -> None:
         """See `Model.reserve`."""

@@ -10,7 +10,6 @@ parameters become views of it, keep their values, and can be trained and saved.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -135,22 +134,18 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
     return weight, None if linears[0].bias is None else _fused([linear.bias for linear in linears], in_place)
 
 
-def _fused(parameters: Sequence[Tensor], in_place: bool) -> Tensor:
+def _fused(parameters: Sequence[Any], in_place: bool) -> Tensor:
+    first, sizes = parameters[0], [len(p) for p in parameters]
     if len(parameters) < 2:
-        return parameters[0]
-    parts = [p.detach() for p in parameters]
-    first, places = parts[0], accumulate((part.numel() for part in parts), initial=parts[0].storage_offset())
-    adjacent = in_place and all(  # another runner may have fused them before
-        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and part.is_contiguous()
-        and part.storage_offset() == place
-        for part, place in zip(parts, places)
-    )
-    shape = (sum(map(len, parts)), *first.shape[1:])
+        return first
+    fused: Tensor | None = getattr(first, "fused", None)  # by another runner
+    if fused is not None and all(p.data_ptr() == x.data_ptr() for p, x in zip(parameters, fused.split(sizes))):
+        return fused
     with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
-        joined = first.as_strided(shape, first.stride()) if adjacent else torch.cat(parts)
+        joined = torch.cat([p.detach() for p in parameters])
     if in_place:
-        for p, view in zip(parameters, joined.split([len(part) for part in parts]), strict=True):
+        first.fused = joined
+        for p, view in zip(parameters, joined.split(sizes), strict=True):
             p.data = view
     return joined
 

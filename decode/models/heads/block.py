@@ -127,7 +127,7 @@ class BlockHead(DraftHead):
         if fields.get("enable_confidence_head"):
             self.confidence_head = ConfidenceHead(width + self.rank * config.confidence_head_with_markov)
         if self.reduced:
-            self._add_tables()
+            self._add_table()
 
     @property
     def conditional(self) -> bool:

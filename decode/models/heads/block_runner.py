@@ -40,6 +40,7 @@ class BlockRunner(DraftHeadRunner):
     """
 
     head: BlockHead
+    row = FeatureRow
 
     @torch.no_grad()
     def __init__(self, head: BlockHead, target: PreTrainedModel, pack: str = "off") -> None:
@@ -62,11 +63,6 @@ class BlockRunner(DraftHeadRunner):
             return None
         kernel = self.make(conv.kernel_projection.weight)
         return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=kernel)
-
-    def new_cache(self) -> FeatureRow:
-        """See `Model.new_cache`."""
-        row: FeatureRow = self.network.cache.new_row(FeatureRow)
-        return row
 
     def remaining(self, ids: Sequence[int]) -> int:
         """See `Model.remaining`; no more than a block drafts."""

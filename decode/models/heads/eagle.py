@@ -82,9 +82,6 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-TABLES = {"d2t", "t2d"}  # of a reduced vocabulary: how much is added to an id of the head, which ids it drafts
-
-
 def captured_layers(config: Any) -> tuple[int, ...]:
     """The target's states that a head of this configuration reads.
 
@@ -106,8 +103,7 @@ class DraftHead(nn.Module):
         captured_layers: the target's states whose concatenation is the feature.
     """
 
-    d2t: Tensor
-    t2d: Tensor
+    d2t: Tensor  # of a reduced vocabulary: how much is added to an id of the head
     version: int | str
     drafts: int | None = None
     kind = "eagle"  # by which methods choose it (`decode.methods.DRAFTS`)
@@ -117,11 +113,9 @@ class DraftHead(nn.Module):
         self.config = config
         self.captured_layers = captured_layers(config)
 
-    def _add_tables(self) -> None:
-        """Tables of a reduced vocabulary, which drafts the first ids until `set_vocabulary` is called."""
-        config = self.config
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+    def _add_table(self) -> None:
+        """The table of a reduced vocabulary, which drafts the first ids until `set_vocabulary` is called."""
+        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.long))
 
     @property
     def reduced(self) -> bool:
@@ -141,15 +135,17 @@ class DraftHead(nn.Module):
     def set_vocabulary(self, ids: Tensor) -> None:
         """Draft these target ids only (long, ascending, as many as the head has logits)."""
         self.d2t.copy_(ids - torch.arange(len(ids)))
-        self.t2d.zero_()[ids] = True
 
     def tensors(self) -> dict[str, Tensor]:
         """The head's tensors as they are named in files.
 
         The vocabulary's tables are among them only where the head drafts some of the target's tokens: vLLM makes no
-        parameter for them where the vocabularies are equal.
+        parameter for them where the vocabularies are equal. ``t2d`` says which ids are drafted.
         """
-        return {name: tensor for name, tensor in self.state_dict().items() if self.reduced or name not in TABLES}
+        ids, state = self.draft_ids(), self.state_dict()
+        if ids is None:
+            return state
+        return state | {"t2d": torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)}
 
     def fields(self) -> Fields:
         """The head's config.json, as vLLM and SGLang read it."""
@@ -188,8 +184,8 @@ class FeatureHead(DraftHead):
             self.midlayer = HeadLayer(config, 2, ("input_layernorm", "hidden_norm"), qk_norm=qk_norm)
             self.norm = RMSNorm(width, eps)
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if self.version == 3 or self.reduced:
-            self._add_tables()
+        if self.reduced:
+            self._add_table()
 
     @property
     def layer(self) -> Any:
@@ -363,13 +359,11 @@ def output_head(model: PreTrainedModel, ids: Tensor | None = None, *, block: boo
     Raises:
         UserError: a head that is more than a linear layer; for an EAGLE-1 head also one that `finished` follows.
     """
-    head, kind, other = model.get_output_embeddings(), "a block head" if block else "an EAGLE-1 head", "EAGLE-3"
-    what = "" if type(head) is nn.Linear else type(head).__name__
-    if not block and finish_of(model) != (1.0, None):
-        what, other = "a factor or a soft cap", "EAGLE-3 or a block head"
-    if what:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or not (block or finish_of(model) == (1.0, None)):
+        kind, other = ("a block head", "EAGLE-3") if block else ("an EAGLE-1 head", "EAGLE-3 or a block head")
         raise UserError(
-            f"{type(model).__name__} changes its logits after the head ({what}), so {kind} cannot share it; use {other}"
+            f"{type(model).__name__} changes its logits after the head, so {kind} cannot share it; use {other}"
         )
     return head if ids is None else some_outputs(head, ids)
 

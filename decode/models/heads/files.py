@@ -25,7 +25,7 @@ from decode.files import Fields, read_json, read_model_json, write_safely, write
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import SELECTOR, BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
-from decode.models.heads.eagle import ARCHITECTURES, TABLES, DraftHead, FeatureHead, default_captured_layers
+from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
 from decode.models.heads.kinds import HEADS
 from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.sources import located
@@ -333,7 +333,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         ids = _draft_ids(state, config.vocab_size)
         if target is not None:
             _share(head, state, ids, target)
-        _fill(head, state, ids)
+        _fill(head, state)
     except UserError:
         raise
     except Exception as error:  # damaged files raise whatever the bytes lead to
@@ -358,7 +358,7 @@ def _draft_ids(state: dict[str, Tensor], vocab: int) -> Tensor | None:
         return None
     ids = torch.arange(len(state["d2t"])) + state["d2t"]
     times = torch.bincount(ids, minlength=vocab)  # refuses fractions and negative numbers
-    if len(times) > vocab or times.max() > 1 or not times.equal(state.get("t2d", times).long()):
+    if len(times) > vocab or times.max() > 1 or not times.equal(state.pop("t2d", times).long()):
         raise ValueError(
             f"d2t, added to 0, 1, …, does not lead to {len(ids)} different tokens of {vocab}, those of t2d"
         )
@@ -382,7 +382,7 @@ def _share(head: DraftHead, state: dict[str, Tensor], ids: Tensor | None, target
             del state[key]
 
 
-def _fill(head: FeatureHead | BlockHead, state: dict[str, Tensor], ids: Tensor | None) -> None:
+def _fill(head: FeatureHead | BlockHead, state: dict[str, Tensor]) -> None:
     """Fill a head with the tensors of its files.
 
     Raises:
@@ -399,9 +399,6 @@ def _fill(head: FeatureHead | BlockHead, state: dict[str, Tensor], ids: Tensor |
             if isinstance(linear, nn.Linear):
                 bias = state.get(f"{part}.bias")
                 linear.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-    tables = {name: tensor for name, tensor in head.state_dict().items() if name in TABLES}
-    if head.reduced and ids is None:
-        raise ValueError("it drafts some tokens only, and has no table d2t of them")
-    head.load_state_dict({name: tensor for name, tensor in state.items() if name not in TABLES} | tables)
-    if head.reduced:
-        head.set_vocabulary(cast(Tensor, ids))
+    if not head.reduced:
+        state.pop("d2t", None)
+    head.load_state_dict(state)

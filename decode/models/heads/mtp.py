@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
 from decode.core.draft import Ids
@@ -27,8 +28,6 @@ from decode.models.sources import Name
 MTP = "mtp"  # the name of the draft, and its version among heads
 QWEN = "qwen3_next", "qwen3_5"
 """Model types whose files hold one layer, named as Mellum's, which their configurations do not tell transformers."""
-OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
-"""Names in such files of what lies around the decoder layer."""
 
 
 class MtpHead(DraftHead):
@@ -101,23 +100,9 @@ class MtpHead(DraftHead):
 
     def tensors(self) -> dict[str, Tensor]:
         """The layers' tensors under the names of the target's files."""
-        family, tensors = self.config.model_type, {}
-        for name, tensor in self.layers.state_dict().items():
-            layer, part, rest = name.split(".", 2)
-            if family.startswith(("mellum", *QWEN)):
-                name = f"mtp.layers.{layer}.{rest}" if part == "mtp_block" else f"mtp.{OUTER[part]}.{rest}"
-            else:  # numbered behind the target's own
-                part = {"mtp_block": "", "post_norm": "shared_head.norm."}.get(part, f"{part}.")
-                name = f"model.layers.{self.captured_layers[0] + int(layer)}.{part}{rest}"
-            base, _, fused = name.rpartition(".")
-            if not base.endswith(".experts") or family.startswith("qwen3_5"):  # whose files have the experts in one
-                tensors[name] = tensor
-                continue
-            parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
-            for expert, weight in enumerate(tensor):
-                for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
-                    tensors[f"{base}.{expert}.{part}.weight"] = rows
-        return tensors
+        state = {f"layers.{name}": tensor for name, tensor in self.layers.state_dict().items()}
+        # transformers 5.23 leaves the end of a pattern in Mellum's and Qwen's names
+        return {name.replace("..)", "."): value for name, value in revert_weight_conversion(self.mtp, state).items()}
 
 
 def load_mtp(target: PreTrainedModel, folder: Name | None = None) -> MtpHead:

@@ -73,9 +73,8 @@ class HeadCache(FeatureRow):
         state: the head's latest state ``[1, hidden]``, the estimate that the next token is paired with.
     """
 
-    def __init__(self, memory: KVCache, row: int, state: Tensor) -> None:
-        super().__init__(memory, row)
-        self.state, self.settled = state, 0
+    state: Tensor
+    settled = 0
 
     @property
     def known(self) -> int:
@@ -173,6 +172,7 @@ class HeadRunner(DraftHeadRunner):
     """
 
     head: FeatureHead
+    row = HeadCache
 
     def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:
         refusal = "levels of a tree are read by `read_levels`"
@@ -186,11 +186,6 @@ class HeadRunner(DraftHeadRunner):
         # Gemma's embedding is more than its table
         self._embed = self.network.embed if type(embedding) is nn.Embedding else embedding
         self._norm = norm(head.norm) if head.normed_states else None
-
-    def new_cache(self) -> HeadCache:
-        """See `Model.new_cache`."""
-        state = self.network.weights.embedding.new_zeros(1, self.head.config.hidden_size)
-        return self.network.cache.new_row(HeadCache, state)
 
     def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> Out:
         """See `Model.forward`; with features in the queue, as many as tokens have to be there."""

@@ -80,7 +80,7 @@ class DraftsmithConnector(ExampleHiddenStatesConnector):
 
     @staticmethod
     def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
-        """Write a file and rename it into place; after a failure leave an empty file whose name has the error."""
+        """Write a file and rename it into place; after a failure leave a file with the error."""
         folder, name = os.path.split(filename)
         partial_file = os.path.join(folder, f".{name}")
         try:
@@ -90,11 +90,10 @@ class DraftsmithConnector(ExampleHiddenStatesConnector):
             os.chmod(partial_file, 0o644)
             os.replace(partial_file, filename)
         except Exception as error:
-            full = "space" in str(error) or getattr(error, "errno", None) == 28  # that of safetensors has no errno
             with suppress(OSError):
                 os.unlink(partial_file)
-            with suppress(OSError):
-                open(f"{filename}.{'full' if full else 'failed'}", "w").close()
+            with suppress(OSError), open(f"{filename}.failed", "w") as file:
+                file.write(str(error))
             raise
         with suppress(OSError):
             for entry in os.scandir(folder):

@@ -92,11 +92,10 @@ def test_vllm_without_the_faults_of_its_cpu_build_accepts_in_each_text_what_is_p
 
 @needs_vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="faults of vLLM's CPU build")
-def test_the_faults_of_vllms_cpu_build_are_named(qwen3: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_faults_of_vllms_cpu_build_fail_the_check(qwen3: Path, capsys: pytest.CaptureFixture) -> None:
     found = check_of_a_running_vllm(qwen3, "dflash")
     assert [row["equal_texts"] < row["texts"] for row in found["rows"]] == [True, True]
-    names = ["vLLM's CPU build above temperature 0", "vLLM's CPU build with a block head of 2 layers"]
-    assert [cause["name"] for cause in found["causes"]] == names
+    assert [cause["name"] for cause in found["causes"]] == ["unexplained difference"]
     began = time.monotonic()
     pair = ["--target", str(qwen3 / "target"), "--draft", str(qwen3 / "dspark")]
     assert main(["serve-check", "--engine", "vllm", *pair]) == 2

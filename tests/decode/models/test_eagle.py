@@ -235,9 +235,9 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
     file = tmp_path / "model.safetensors"
     if version == 3:  # of the tables of its vocabulary the mask follows from the other one
         state = load_file(file)
-        mask = state.pop("t2d")
+        drafted = state.pop("t2d").nonzero()[:, 0]
         save_file(state, file)
-        assert load_head(tmp_path, target).t2d.equal(mask)
+        assert load_head(tmp_path, target).draft_ids().equal(drafted)
         del state["d2t"]
         save_file(state, file)
         with pytest.raises(UserError, match="d2t"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
-from families import NEEDED, with_layers, written
+from families import NEEDED, published, with_layers, written
 from greedy import generate, together
 from plain_logits import after
 from reading import on_host
@@ -29,7 +29,7 @@ from decode.measure.benchmark import plan
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.files import head_kind, load_head, save_head
-from decode.models.heads.mtp import MtpHead, MtpRunner, load_mtp
+from decode.models.heads.mtp import MtpRunner, load_mtp
 from decode.models.open import load_model
 from decode.models.texts import teacher_forced
 from decode.options import MethodOptions
@@ -161,7 +161,7 @@ def test_layers_beside_a_vision_tower_are_found(tmp_path: Path) -> None:
     AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
     target = load_model(tmp_path, device="cpu", dtype="float32")
     target.config.num_mtp_layers, target.config.mtp_layer_types = 1, ["full_attention"]
-    expected = written(MtpHead(MtpModel(target, 1), target.config))
+    expected = published(MtpModel(target, 1), target.config.get_text_config().num_hidden_layers)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | expected, file, metadata={"format": "pt"})
     found = load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))

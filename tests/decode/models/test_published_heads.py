@@ -279,6 +279,8 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
     for depth in (1, 3):  # teacher forcing, which offline acceptance reads
         row = head_logits(runner.head, target, [*ids[: start + depth - 1], 0], start + depth - 1, depth)[0]
         torch.testing.assert_close(row, wanted[depth - 1], rtol=1e-3, atol=1e-3)
+    if format not in ("SpecForge 3.1", "EAGLE-1", "narrow"):
+        return
     source = open_runner(target)
     drafters = FeatureDrafter(runner, source, GREEDY), FeatureTreeDrafter(runner, source, GREEDY, width=3, nodes=8)
     for drafter in drafters:

@@ -84,7 +84,7 @@ def test_what_has_no_language_model_of_its_own_is_refused_by_name(tmp_path: Path
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     for folder, words in (
         ("aya", r"AyaVisionForConditionalGeneration .* as Cohere2ForCausalLM it gives other logits.*model.generate"),
-        ("blip", r"Blip2ForConditionalGeneration .* no text alone .*pixel_values.* Use model.generate"),
+        ("blip", "cannot load the model .*pixel_values"),
         ("t5", r"T5ForConditionalGeneration \(t5\) cannot be opened: .* Take a text model"),
     ):
         with pytest.raises(UserError, match=words):

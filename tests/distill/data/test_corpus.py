@@ -104,12 +104,15 @@ def test_a_trained_tokenizer_changes_no_text_and_has_a_token_for_every_digit() -
 
 def test_answers_to_test_prompts_are_scored_against_the_reference(monkeypatch) -> None:
     monkeypatch.setitem(SCORERS, "number", lambda reference, output: float((reference, output) == ("#### 4", "four")))
-    row = {"prompt": ["2+2?"], "response": ["#### 4"], "input_ids": [[5, 6]], "labels": [[-100, 6]]}
-    suite = corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "gsm8k", 3)
-    assert suite.prompts[0].ids == (5,)
+    prompt, ids = (LETTERS(text)["input_ids"] for text in ("2+2?", "#### 4"))
+    rows = {"input_ids": [[*prompt, *ids, LETTERS.eos_token_id]], "labels": [[-100] * len(prompt) + [*ids, 0]]}
+    corpus = SimpleNamespace(test=Dataset.from_dict(rows), tokenizer=LETTERS)
+    suite = corpus_module.test_suite(corpus, "gsm8k", 3)
+    assert suite.prompts[0].ids == tuple(prompt)
+    assert suite.prompts[0].text == "2+2?"
     assert suite.score is not None
     assert suite.score(suite.prompts[0], "four") == 1
-    assert corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "alpaca", 3).score is None
+    assert corpus_module.test_suite(corpus, "alpaca", 3).score is None
 
 
 def examples() -> Examples:

@@ -112,38 +112,22 @@ def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it() -> No
     assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone
     assert example.input_ids[: len(alone)] == alone == prompt_part(example.input_ids, example.labels)
     assert tokenizer.decode(example.input_ids) == "How many pens<|endoftext|>"
-    assert (example.prompt, example.response) == ("How man", "y pens")
     assert example.labels[len(alone) :] == example.input_ids[len(alone) :]
 
 
-def test_files_are_named_one_by_one_by_a_pattern_or_as_a_folder_of_one_format(tmp_path) -> None:
+def test_files_are_named_one_by_one_or_by_a_pattern_and_a_folder_is_refused(tmp_path) -> None:
     for place, name in enumerate(["rows/a-1.jsonl", "rows/a-2.jsonl", "test.jsonl", "rows/README.md"]):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, PAIRS[10 * place : 10 * place + 10])
-    (tmp_path / "linked").symlink_to(tmp_path / "rows")
     files = {"train": str(tmp_path / "rows/a-?.jsonl"), "test": str(tmp_path / "test.jsonl")}
     by_pattern = DataSettings(source=str(tmp_path / "rows/a-*.jsonl"))
-    for settings in (by_pattern, DataSettings(source=str(tmp_path / "linked")), DataSettings(files=files)):
+    for settings in (by_pattern, DataSettings(files=files)):
         settings.validate()
         rows = loaded(settings).splits
         assert sum(map(len, rows.values())) == (30 if settings.files else 20)
         assert not settings.files or len(rows["test"]) == 10
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["train.jsonl", "gsm8k_test.jsonl"], "gsm8k_test.jsonl is named as those of another split: name the files"),
-        (["data/train-00000-of-00001.parquet"], "there are none in it: name the files with data.files"),
-        (["train.jsonl", "train.csv"], r"formats \['.csv', '.jsonl'\]: see data.files"),
-    ],
-)
-def test_a_folder_of_several_splits_or_formats_is_refused(tmp_path, names: list[str], words: str) -> None:
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write(tmp_path / name, PAIRS)
-    with pytest.raises(UserError, match=words):
-        loaded(DataSettings(source=str(tmp_path)))
+    with pytest.raises(UserError, match="is a folder: name its training files by a pattern"):
+        loaded(DataSettings(source=str(tmp_path / "rows")))
 
 
 ASK, SAY = [{"role": "user", "content": "Why?"}], [{"role": "assistant", "content": "So."}]
@@ -182,7 +166,7 @@ def test_the_usual_columns_are_known(row: dict[str, Any]) -> None:
 )
 def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path, row, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        loaded(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
+        corpus_of(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
 
 
 def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> None:
@@ -199,20 +183,16 @@ def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> 
     assert notes == ["columns that are not read: 'context'", "train: 1 row without the column answer dropped (row 1)"]
 
 
-@pytest.mark.parametrize("kind", ["chat", "pairs"])
-def test_rows_that_begin_alike_are_spread_over_the_splits_and_equal_rows_share_one(tmp_path, kind: str) -> None:
+def test_chats_that_begin_alike_are_spread_over_the_splits_and_equal_ones_share_one(tmp_path) -> None:
     rows = [("Hi", f"answer {n % 200}") for n in range(400)] + [(f"prompt {n}", "answer") for n in range(60)]
-    made = [{"prompt": prompt, "response": answer} for prompt, answer in rows]
-    if kind == "chat":
-        made = [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in rows]
+    made = [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in rows]
     found = loaded(DataSettings(source=write(tmp_path / "r.jsonl", made)))
     sizes = {split: len(rows) for split, rows in found.splits.items()}
     assert sum(sizes.values()) == 460
     assert all(46 <= sizes[split] <= 140 for split in ("validation", "test"))  # a fifth, see conftest.py
     texts = {split: {json.dumps({**row, "number": 0}) for row in rows} for split, rows in found.splits.items()}
     assert len(set.union(*texts.values())) == sum(map(len, texts.values())) == 260
-    assert [note for note in found.notes if "400 rows have the prompt 'Hi'" in note] == found.notes
-    assert len(found.notes) == (kind == "pairs")
+    assert not found.notes
 
 
 def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path) -> None:
@@ -243,7 +223,7 @@ def test_without_the_hub_the_local_alternative_is_named(tmp_path, monkeypatch) -
     for source in ("gsm8k", "somebody/something"):
         with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*data\.files"):
             loaded(DataSettings(source=source))
-    assert len(loaded(DataSettings(source="./gsm8k")).splits["train"])
+    assert len(loaded(DataSettings(source="./gsm8k/*.jsonl")).splits["train"])
 
 
 def test_a_hub_data_set_is_split_and_sampled_or_refused(tmp_path, monkeypatch) -> None:

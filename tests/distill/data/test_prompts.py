@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from some_rows import prompts_of
 from tiny_run import STAGES, Killed, bench, given, tiny_settings
 from tokenizers_of_kinds import with_start
 
@@ -188,7 +189,7 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
     assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [16, 8, 4]
     assert not corpus.answered
     assert "prompts of the target:" in said.getvalue()
-    prompts = {*corpus.train["prompt"], *corpus.validation["prompt"], *corpus.test["prompt"]}
+    prompts = {*prompts_of(corpus, corpus.train, corpus.validation, corpus.test)}
     assert len(prompts) == 28
     assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
     calls = []
@@ -213,7 +214,8 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
         sorted(path.read_bytes() for path in (r.work / "prompts").rglob("*.safetensors")) for r in (run, second)
     )
     assert ours == theirs
-    assert len({*run_of_target("third", seed=1)[0].corpus.train["prompt"]} - prompts) > 12
+    third = run_of_target("third", seed=1)[0].corpus
+    assert len({*prompts_of(third, third.train)} - prompts) > 12
     run.settings.validate()
     assert run_stages(run) == STAGES
     train, validation, _ = answered_texts(run)

@@ -1,10 +1,12 @@
 """Training sees what serving sees: chat templates of the structure that published models have, and rows as found."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from some_rows import prompts_of
 from tokenizers import AddedToken
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 
@@ -288,9 +290,9 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
         settings = DataSettings(source=str(rows), chat_template=template)
         return load_corpus(settings, seed=0, folder=None, tokenizer=chat.tokenizer)
 
-    first = corpus(str(file)).train[0]
-    assert first["prompt"].startswith("<start_of_turn>user\n")
-    assert first["labels"][-1] == chat.ends[1]
+    first = corpus(str(file))
+    assert prompts_of(first, first.train)[0].startswith("<start_of_turn>user\n")
+    assert first.train[0]["labels"][-1] == chat.ends[1]
     with pytest.raises(UserError, match=r"Jinja template .* a file"):
         DataSettings(source=str(rows), chat_template="templates/chat.jinja").validate()
     with pytest.raises(UserError, match="does not write the assistant's turns"):
@@ -331,7 +333,11 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **set
 
 def others(corpus: Corpus) -> list[dict[str, Any]]:
     splits = (corpus.train, corpus.validation, corpus.test)
-    return [row for split in splits for row in split if "good" not in row["prompt"]]
+    return [
+        row | {"prompt": prompt}
+        for row, prompt in zip(chain(*splits), prompts_of(corpus, *splits))
+        if "good" not in prompt
+    ]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])

@@ -13,13 +13,13 @@ from families import build_tiny
 from pairs import make_tokenizer
 from run_report import FULL, changed, decoding
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from distill.config import ExportSettings
 from distill.export import draft as export
-from distill.export.card import add_measurements, export_profile, exported_facts, speculation_profile
+from distill.export.card import add_measurements, export_profile, exported_facts
 from distill.export.draft import DRAFTED, export_draft, fit_context, fit_vocabulary
 
 
@@ -145,32 +145,23 @@ def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_ref
     for name in ("eagle-arithmetic", "runs-dspark"):
         with pytest.raises(UserError, match="Choose a name"):  # before anything is loaded
             export_draft(tmp_path / "no", tmp_path / "no", tmp_path / name / "draft", ExportSettings())
-    other, lower = make_tokenizer(), make_tokenizer()
+    other = make_tokenizer()
     fields = json.loads(other.backend_tokenizer.to_str())
     ids = fields["model"]["vocab"]
     ids["e"], ids["f"] = ids["f"], ids["e"]
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(fields)))
-    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
-    for theirs, words in ((other, r"is 'e' for the target and 'f' for the draft"), (lower, "splits text differently")):
-        draft, target = make(tmp_path / "trained"), make(tmp_path / "target")
-        theirs.save_pretrained(draft)
-        with pytest.raises(UserError, match=words):
-            run_export(draft, target)
-        assert not (tmp_path / "draft").exists()
+    draft, target = make(tmp_path / "trained"), make(tmp_path / "target")
+    other.save_pretrained(draft)
+    with pytest.raises(UserError, match=r"id 69 is 'e' and 'f'"):
+        run_export(draft, target)
+    assert not (tmp_path / "draft").exists()
 
 
 def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row() -> None:
     other = [decoding("adaspec", 0.0, 8, 2.0, same=False), decoding("adaspec", 1.0, 9, 3.0, same=None)]
     measured = export_profile(changed(decoding=[*FULL["decoding"], *other]), "adaspec")
     assert (measured["best_draft_length"], measured["speedup"]) == (2, 1.62)
-    profile = speculation_profile(measured, 2)
-    # 100 rounds; 90 accepted at least one token, 72 two
-    assert profile["conditional_accept_rates"] == [0.9, 0.8]
-    assert profile["marginal_accept_rates"] == profile["synthetic_acceptance_rates"] == [0.9, 0.72]
-    assert profile["acceptance_length_histogram"] == {"1": 10, "2": 18, "3": 72}
-    assert (profile["mean_accept_length"], profile["marginal_accept_rates_se"]) == (2.62, [0.05] * 2)
-    elsewhere = speculation_profile(measured, 7)  # of another length
-    assert (elsewhere["measured"], elsewhere["marginal_accept_rates"]) == (False, None)
+    assert [row["marginal"] for row in measured["acceptance_by_position"]] == [0.9, 0.72]
     assert "best_draft_length" not in export_profile(FULL, "undistilled")
     sampled = [decoding("adaspec", temperature, 4, 1.5, same=None) for temperature in (0.7, 1.0)]
     assert export_profile({"drafts": [], "decoding": sampled}, "adaspec")["conditions"]["temperature"] == 0.7
@@ -184,7 +175,7 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     card, before, made = readme.read_text(), json.loads(path.read_text()), weights.stat().st_mtime_ns
     for text in ("Nothing was measured yet", f'"num_speculative_tokens": {DRAFTED}', "280 to 287 are padding"):
         assert text in card
-    assert (before["measured"], before["num_speculative_tokens"], before["export"]["name"]) == (False, 4, "adaspec")
+    assert (before["measured"], before["num_speculative_tokens"], before["export"]["name"]) == ({}, 4, "adaspec")
     served = "<!-- served: begin -->\n## Served\n<!-- served: end -->\n"  # other commands add to it
     readme.write_text(f"{card}\n{served}")
     path.write_text(json.dumps(before | {"served": [1], "round_costs": {}}))
@@ -193,7 +184,7 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     assert json.loads((folder / "generation_config.json").read_text())["num_assistant_tokens"] == 2
     assert weights.stat().st_mtime_ns == made
     after, card = json.loads(path.read_text()), readme.read_text()
-    assert (after["measured"], after["served"], after["round_costs"]) == (True, [1], {})
+    assert (after["measured"]["speedup"], after["served"], after["round_costs"]) == (1.62, [1], {})
     assert after["weights"] == before["weights"]
     assert exported_facts(folder)["length"] == 2
     assert card.endswith(served)
@@ -215,4 +206,4 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
         assert told in card
         assert not re.search(r"1\.62|\*\*.* times\*\*", card)
     add_measurements(folder, changed(decoding=[]), "adaspec")  # decoding was not measured
-    assert (exported_facts(folder)["length"], json.loads(path.read_text())["marginal_accept_rates_se"]) == (2, None)
+    assert (exported_facts(folder)["length"], "speedup" in json.loads(path.read_text())["measured"]) == (2, False)

@@ -9,7 +9,7 @@ import torch
 from families import NEEDED, in_double, with_layers
 from heads import draft_of, drafted, filed_head, make_head, plain_block, plain_scores
 from plain_logits import head_logits
-from some_rows import TRAINING, add_losses, attached, everything, from_lists, some_rows
+from some_rows import TRAINING, add_losses, attached, everything, from_lists, scratch, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -23,7 +23,6 @@ from decode.models.heads.mtp import load_mtp
 from distill.config import DraftSettings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.data.dataset import label_mask
-from distill.kept import Kept
 from distill.kinds import block
 from distill.kinds.block import anchors_of, calibration_error, gamma, temperatures
 from distill.kinds.eagle import FeatureDraft
@@ -289,7 +288,7 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: st
     examples, kept = some_rows(5), Signal(target, form, draft.model, k=99)
     add_losses(draft, online, examples, Divergence("tv"), "32-true")
     wanted = draft.rows(draft.indexed(everything(examples)), online)
-    keep_columns(Kept(kept.columns), [examples], kept.kept)
+    keep_columns(scratch(kept.columns), [examples], kept.kept)
     found = draft.rows(draft.indexed(everything(examples)), kept)
     for name in ("hidden", "at", "step", "weight", "reference", "target.mass", "target.learnable", "distance"):
         ours, theirs = (attrgetter(name)(rows) for rows in (found, wanted))

@@ -1,20 +1,20 @@
 """What the target says of a batch, computed beside the draft or kept on disk: the right values, never stale ones."""
 
-from pathlib import Path
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from plain_losses import distributions
-from some_rows import everything, some_rows
+from some_rows import everything, scratch, some_rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.data.dataset import Examples, label_mask
-from distill.kept import Kept
 from distill.losses.divergences import TokenDistributions
+from distill.networks.layers import decoder_layers, final_norm, state_of
 from distill.signal.kept import keep_columns, size_of
-from distill.signal.target import HIDDEN, Signal
+from distill.signal.target import HIDDEN, Signal, read_states
 from distill.stages import mean_tail
 
 
@@ -27,8 +27,8 @@ def alone(model: PreTrainedModel, examples: Examples) -> Tensor:
     return torch.cat(parts).float()
 
 
-def keep(signal: Signal, examples: Examples, folder: Path | None = None) -> None:
-    keep_columns(Kept(signal.columns, folder), [examples], signal.kept)
+def keep(signal: Signal, examples: Examples) -> None:
+    keep_columns(scratch(signal.columns), [examples], signal.kept)
 
 
 def column(examples: Examples, name: str) -> np.ndarray:
@@ -56,6 +56,20 @@ def test_the_target_s_distributions_are_those_of_every_example_alone(tiny, kind,
     assert target.labels is not None
     assert torch.equal(target.labels, following.where(following < target.vocab, -1))
     assert features is target.mass is target.learnable is None
+
+
+def test_a_forward_holds_no_states_but_those_that_a_head_reads(tiny) -> None:
+    model, batch, alive = tiny("llama", num_hidden_layers=8), everything(some_rows(4)), list[int]()
+    outputs = list[weakref.ref[Tensor]]()
+    for layer in decoder_layers(model):
+        layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(state_of(call[-1]))))
+    final_norm(model).register_forward_pre_hook(lambda *_: alive.append(sum(ref() is not None for ref in outputs)))
+    hidden, features = read_states(model, [2, 5], batch)
+    assert alive == [2 + 1]  # and the last one's, which the norm reads
+    with torch.no_grad():
+        out = model.model(batch["input_ids"], output_hidden_states=True)
+    assert torch.equal(features, torch.cat([out.hidden_states[2], out.hidden_states[5]], -1))
+    assert torch.equal(hidden, out.last_hidden_state[label_mask(batch["labels"])])
 
 
 def test_kept_states_take_the_bytes_that_are_announced_and_bfloat16_keeps_a_model_s_own(tiny) -> None:

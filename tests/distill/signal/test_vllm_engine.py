@@ -50,7 +50,7 @@ def served(target: Path, layers: list[int], folder: Path) -> Iterator[str]:
     """The address of a vLLM that gives the states of these layers away."""
     port, program = server.free_port(), server.check_engine("vllm")
     engine = server.Engine("vllm", str(target), context=256, program=program, threads=1, seconds=1800.0)
-    command, environment = server.start_command(engine, None, port)
+    command, environment = server.ENGINES[engine.name].command(engine, None, port)
     command += ["--generation-config", "vllm", *VLLM().options(layers, str(folder))]
     environment |= {"PYTHONPATH": str(CONNECTOR)}
 
