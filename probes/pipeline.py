@@ -96,9 +96,9 @@ def experiment(run: Run, model: PreTrainedModel, modes: list[Mode], exits: list[
         facts["tokens"] |= {f"{mode.name}/{split}": count for split, count in tokens.items()}
         probes += trained
     save_probes(folder, model, probes)
-    # with the threads that decode, because how weights are laid out is measured
-    torch.set_num_threads(machine.choose_threads(model, run.settings.threads)[0])
-    if not served and isinstance(open_runner(model), FastRunner):
+    runner = open_runner(model)
+    torch.set_num_threads(machine.choose_threads(runner, run.settings.threads)[0])
+    if not served and isinstance(runner, FastRunner):
         for mode in modes:
             with working(run.console, f"real rounds of every method's settings, {mode.name}", bars=False):
                 measured, tried = best_settings(run, model, mode, exits, options)
@@ -133,7 +133,7 @@ def fitted(
             seen["train"], seen["validation"], mode.label, options.l2, settings.trainer,
             work / f"{mode.name}-{made_from}", logger,
         )  # fmt: skip
-        rows = evaluate_exits(probes, seen["validation"], seen["test"])
+        rows = evaluate_exits(probes, seen["test"])
     return probes, rows, {split: len(features) for split, features in seen.items()}
 
 

@@ -204,13 +204,11 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
 def opened(settings: GenerateSettings, draft: str | None) -> Pair:
     """Load the models, choose the number of threads, and say on standard error how they are run."""
     pair = open_pair(settings, draft)
-    torch.set_num_threads(machine.choose_threads(pair.target, settings.threads)[0])
+    torch.set_num_threads(machine.choose_threads(pair.runner, settings.threads)[0])
     use_chat(settings, pair.tokenizer, tell=True)
     warp = make_warp(settings, pair.target, settings.temperature)
     ends = unnamed_ends(pair.target, pair.tokenizer)
-    limit, most = pair.runner.limit, settings.max_new_tokens
-    full = f"max_new_tokens is {most}; a text ends where the context is full, at {limit} tokens" if most > limit else ""
-    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), ends, full
+    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), ends
     print("\n".join(filter(None, notices)), file=sys.stderr)
     return pair
 

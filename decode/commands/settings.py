@@ -29,8 +29,8 @@ class LoadSettings:
     trust_remote_code: bool = False
     """Run the Python code of a hub repository."""
     pack: Literal["off", "on", "auto"] = "auto"
-    """On CPUs, copy weights at loading into the order in which the kernels read them: off, on, or auto, which measures
-    each shape and packs where that is faster (models up to 1 GiB)."""
+    """On CPUs, copy weights at loading into the order in which the kernels read them: off, on, or auto, which packs
+    large weights, or holds them in float16, where that changes no token."""
     threads: PositiveInt | None = None
     """Threads of torch; null: one or all, whichever is measured to be faster."""
 

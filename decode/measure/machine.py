@@ -13,12 +13,10 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from decode.files import Fields
 from decode.measure.statistics import LEAST, finite
-from decode.models.api import Read
-from decode.models.check import open_runner
+from decode.models.api import Model, Read
 
 BUSY = 0.25  # load of other programs for each core above which measured speeds are not reliable
 FULL = 0.9  # share of the processors' time in use from which on programs wait for one another
@@ -121,19 +119,17 @@ def using_threads(count: int | None) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def choose_threads(model: PreTrainedModel, asked: int | None = None) -> tuple[int, str]:
+def choose_threads(runner: Model, asked: int | None = None) -> tuple[int, str]:
     """The thread count that was asked for, or the faster of one and all (those of now), measured on this model.
 
-    Small models are often fastest on one thread: handing out work costs more than the work. The layouts of weights are
-    measured with the count that is chosen here, so this is done before.
+    Small models are often fastest on one thread: handing out work costs more than the work.
 
     Returns:
         The count, and why it was chosen. Torch's own is as before.
     """
     most = torch.get_num_threads()
-    if asked is not None or most == 1 or model.device.type != "cpu":
+    if asked is not None or most == 1 or runner.device.type != "cpu":
         return asked or most, f"threads: {asked or most}"
-    runner = open_runner(model)
     length, token, cache = min(64, runner.limit - 1), torch.zeros(1, dtype=torch.long), runner.new_cache()
     runner.forward([Read(cache, token.expand(length))], last=0)
 
@@ -141,15 +137,15 @@ def choose_threads(model: PreTrainedModel, asked: int | None = None) -> tuple[in
         runner.forward([Read(cache, token)])
         cache.truncate(length)
 
-    def fastest(count: int) -> float:
+    def fastest(count: int, repeats: int = 7) -> float:
         with using_threads(count):
-            return min(timeit.repeat(step, number=1, repeat=7))
+            return min(timeit.repeat(step, number=1, repeat=repeats))
 
-    single, multi = min(timeit.repeat(step, number=1, repeat=2)), 0.0
-    if single <= SLOW:
+    best, measured = most, f"more than {SLOW:g} s"
+    if fastest(most, 2) <= SLOW:
         rounds = [(fastest(1), fastest(most)) for _ in range(3)]  # interleaved: other load affects both alike
         single, multi = map(min, zip(*rounds))
+        best = most if multi < CLEARLY * single else 1
+        measured = f"{1e3 * single:.2f} ms with 1, {1e3 * multi:.2f} ms with {most}"
     cache.close()
-    best = most if multi < CLEARLY * single else 1
-    measured = f"{1e3 * single:.2f} ms with 1, {1e3 * multi:.2f} ms with {most}" if multi else f"more than {SLOW:g} s"
     return best, f"threads: {best} (a one-token target forward takes {measured})"

@@ -17,8 +17,8 @@ from decode.measure.costs import LENGTHS, WIDE, Costs, measure_costs
 from decode.measure.suites import Prompt, Suite
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.open import DraftModel, stop_ids
-from decode.models.texts import draws_of_loop, write_texts
 from decode.models.tokens import Detokenizer, Message, chat_ids, control_token, prompt_ids, user_says
+from decode.writing import draws_of_loop, write_texts
 
 ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
 TIMED = 6  # prompts of middle length whose texts costs are timed in, unless a batch needs more
@@ -68,11 +68,10 @@ class Session:
     ) -> None:
         self.options, self.model, self.tokenizer = options, model, tokenizer
         self.draft_models = dict(drafts or {})
-        self.threads, reason = machine.choose_threads(model, self.options.threads)
         pack = self.options.pack
-        with machine.using_threads(self.threads):  # layouts of weights are chosen by measurement
-            self.runner = open_runner(model, pack=pack)
-            self.drafts = {name: open_draft_runner(draft, model, pack) for name, draft in self.draft_models.items()}
+        self.runner = open_runner(model, pack=pack)
+        self.threads, reason = machine.choose_threads(self.runner, self.options.threads)
+        self.drafts = {name: open_draft_runner(draft, model, pack) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts
         self.how = [reason, *(f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing)]
         self.stop_ids = stop_ids(model, tokenizer)

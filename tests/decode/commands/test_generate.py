@@ -99,9 +99,7 @@ def test_what_ended_the_text_is_said(folder, capsys) -> None:
     # the tiny models hold 256 positions
     assert reason(max_new_tokens=1000) == "context"
     run(settings_for(folder, ignore_eos=True, max_new_tokens=1000))
-    told = capsys.readouterr().err
-    assert "max_new_tokens is 1000; a text ends where the context is full, at 256 tokens" in told
-    assert "the model's context is full: 257 tokens" in told
+    assert "the model's context is full: 257 tokens" in capsys.readouterr().err
     with pytest.raises(UserError, match="draft_length is 257, and the target's context holds 256 tokens"):
         run(settings_for(folder, draft_length=257))
 

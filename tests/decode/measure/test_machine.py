@@ -4,9 +4,10 @@ import pytest
 import torch
 from pairs import make_pair, make_suite, make_tokenizer
 
-from decode.measure import machine, session
+from decode.measure import machine
 from decode.measure.benchmark import Benchmark
 from decode.measure.session import BenchOptions, Session
+from decode.models.check import open_runner
 
 
 @pytest.fixture
@@ -29,23 +30,10 @@ def test_every_session_of_a_process_chooses_among_the_callers_threads(tiny, two_
 
 
 def test_the_faster_count_is_chosen_by_measurement_and_torchs_own_stays(tiny, two_threads) -> None:
-    count, reason = machine.choose_threads(tiny("llama"))
+    count, reason = machine.choose_threads(open_runner(tiny("llama")))
     assert count in (1, 2)
     assert reason.startswith(f"threads: {count} (a one-token target forward takes ")
-    assert machine.choose_threads(tiny("llama"), 7) == (7, "threads: 7")
-    assert torch.get_num_threads() == 2
-
-
-def test_layouts_are_measured_with_the_threads_that_are_used(tiny, two_threads, monkeypatch) -> None:
-    target, draft = make_pair(tiny)
-    seen = []
-    for name in ("open_runner", "open_draft_runner"):
-        opened = getattr(session, name)
-        monkeypatch.setattr(
-            session, name, lambda *a, opened=opened, **k: seen.append(torch.get_num_threads()) or opened(*a, **k)
-        )
-    Session(target, {"d": draft}, make_tokenizer(), BenchOptions(4, 1, threads=1))
-    assert seen == [1, 1]
+    assert machine.choose_threads(open_runner(tiny("llama")), 7) == (7, "threads: 7")
     with pytest.raises(ZeroDivisionError), machine.using_threads(1):
         1 / 0  # noqa: B018
     assert torch.get_num_threads() == 2
