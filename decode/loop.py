@@ -22,10 +22,10 @@ from decode.core.lengths import DraftLengths
 from decode.core.round import Round
 from decode.core.sampling import History, LogitsWarper, Rng, TorchRng
 from decode.core.stop import StopRule
-from decode.core.verify import AcceptanceRule, Exact, NotFiniteError, Verification, Verified
+from decode.core.verify import AcceptanceRule, Exact, Verification, Verified
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.errors import UserError
-from decode.models.api import Model, Read, locked, read_prompt, rows_that_fit, synchronize
+from decode.models.api import Model, Read, read_prompt, rows_that_fit, synchronize
 from decode.models.tokens import StopStrings
 
 
@@ -39,14 +39,6 @@ class Method:
     rule: AcceptanceRule = field(default_factory=Exact)
     # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
     lengths: DraftLengths | None = None
-
-
-def tree_error(target: Model) -> UserError:
-    """The error for a method that drafts trees on a target that verifies chains only."""
-    return UserError(
-        f"{target.name} cannot verify token trees: {target.tree_refusal}; use a method that drafts chains (vanilla, "
-        "eagle, prompt-lookup, layerskip)"
-    )
 
 
 class Text:
@@ -179,7 +171,7 @@ class Text:
         kept = draft.depth if len(new) > len(v.path) else len(new)
         if ends or kept < draft.depth:
             draft, place = draft.cut(ends, kept)
-            path = [at for node in v.path if (at := place[node]) is not None]
+            path = [place[node] for node in v.path if node in place]
             tested = len(path) + ((path[-1] if path else -1) in draft.parents)
             measured = [None if part is None else part[:tested] for part in (v.overlap, v.spent, v.distance)]
             v, cut = Verified(path, v.token, *measured), cut or bool(ends)
@@ -199,50 +191,39 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     Raises:
         UserError: a target that gives logits of NaN or +inf, or reads no trees.
     """
-    began, device, share, lengths = time.perf_counter(), target.device, 1 / len(texts), method.lengths
-    drafter, t0 = method.drafter, _mark(device)
-    limit = None if lengths is None else lengths.limit(len(texts))
+    began, device, share = time.perf_counter(), target.device, 1 / len(texts)
+    drafter, lengths, limit = method.drafter, method.lengths, None
+    if lengths is not None:
+        limit = lengths.limit(len(texts))
+        method.stop.threshold.price(lengths.token_cost, lengths.block_cost)
+    t0 = _mark(device)
     requests = []
     for text in texts:
-        if lengths is not None:
-            text.stop.threshold.price(lengths.token_cost, lengths.block_cost)
         most = text.remaining if limit is None else min(limit, text.remaining)
         requests.append(DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.history, text.rule.unwarped))
-    nothing = limit == 0
-    drafts = Drafts.of([Draft(())] * len(texts), device) if nothing else drafter.propose(requests, device)
+    drafts = drafter.propose(requests, device)
     t1 = _mark(device)
-    tokens = _with_pending(texts, drafts)
-    reads = []
-    for i, (text, part) in enumerate(zip(texts, tokens.split([n + 1 for n in drafts.lengths]))):
-        tree = None if drafts.drafts is None or drafts.drafts[i].is_chain else drafts.drafts[i]
-        reads.append(Read(text.cache, part, tree))
-    if not target.supports_trees and any(read.tree is not None for read in reads):
-        raise tree_error(target)
-    out = target.forward(reads, capture=drafter.capture)
+    tokens, counts = _with_pending(texts, drafts), [n + 1 for n in drafts.lengths]
+    trees = [None if tree.is_chain else tree for tree in drafts.trees or ()] or [None] * len(texts)
+    if target.tree_refusal and any(trees):
+        raise UserError(target.tree_error)
+    caches = [text.cache for text in texts]
+    out = target.forward(list(map(Read, caches, tokens.split(counts), trees)), capture=drafter.capture)
     rules, rngs, histories = zip(*((text.rule, text.rng, text.history) for text in texts))
     verification = Verification(drafts, tokens, out.logits, texts[0].warp, rules, rngs, histories)
     t2 = _mark(device)
-    try:
-        proposed, verified = verification.read()
-    except NotFiniteError as error:
-        raise UserError(
-            f"the target's logits are NaN or +inf after {len(texts[error.text].ids)} tokens; check its weights, or "
-            "load it in bfloat16 or float32"
-        ) from None
+    proposed, verified = verification.read()
     seconds = share * _seconds(t0, t1), share * _seconds(t1, _mark(device) if device.type == "cpu" else t2)
-    bases = [text.cache.length - n - 1 for text, n in zip(texts, drafts.lengths)]
-    target.keep(
-        [text.cache for text in texts],
-        bases,
-        [[base, *(base + 1 + node for node in v.path)] for base, v in zip(bases, verified)],
-    )
-    rounds, starts = [], accumulate((n + 1 for n in drafts.lengths), initial=0)
-    rows = [[start, *(start + 1 + node for node in v.path)] for start, v in zip(starts, verified)]
-    for text, draft, v in zip(texts, proposed, verified):
+    kept = [[0, *(node + 1 for node in v.path)] for v in verified]
+    bases = [cache.length - count for cache, count in zip(caches, counts)]
+    target.keep(caches, bases, [[base + i for i in of] for base, of in zip(bases, kept)])
+    rounds, rows = [], []
+    for text, draft, v, of, start in zip(texts, proposed, verified, kept, accumulate(counts, initial=0)):
         rounds.append(text.grow(draft, v, seconds))
-        if len(text.ids) - 1 < text.cache.length:
+        rows.append([start + i for i in of[: len(rounds[-1].new)]])
+        if len(text.ids) <= text.cache.length:
             text.cache.truncate(len(text.ids) - 1)
-    drafter.update(requests, rounds, out, [of[: len(r.new)] for of, r in zip(rows, rounds)])
+    drafter.update(requests, rounds, out, rows)
     if lengths is not None and limit:
         # a draft that a stop id ended could not have been longer
         longest = [
@@ -263,7 +244,7 @@ def _with_pending(texts: Sequence[Text], drafts: Drafts) -> Tensor:
     counts = [n + 1 for n in drafts.lengths]
     if min(counts) == longest:
         return tokens.flatten()
-    places = [at * longest + i for at, n in enumerate(counts) for i in range(n)]
+    places = [text * longest + i for text, n in enumerate(counts) for i in range(n)]
     return tokens.flatten().index_select(0, upload(places, tokens.device))
 
 
@@ -276,17 +257,19 @@ def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> 
     Yields:
         After every round, each text that took part, and its record.
     """
-    waiting, live, models = deque(texts), list[Text](), (target, method.drafter.runner)
+    waiting, live, drafter = deque(texts), list[Text](), method.drafter
+    # in one order, so that no two threads wait for each other
+    first, second = sorted((target, drafter.runner or target), key=id)
 
     def reserve(rows: int, length: int = 0) -> None:
         target.reserve(rows, length)
-        method.drafter.reserve(rows, length)
+        drafter.reserve(rows, length)
 
-    with locked(*models):
+    with first.lock, second.lock:
         reserve(rows, max((text.end for text in waiting), default=0))
     try:
         while waiting or live:
-            with locked(*models):
+            with first.lock, second.lock:
                 while waiting and len(live) < rows:
                     live.append(waiting.popleft())
                     live[-1].start(target, method)
@@ -295,15 +278,15 @@ def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> 
                 live.sort(key=lambda text: text.cache.row)
                 rounds = step(target, method, live)
             yield from zip(live, rounds)
-            with locked(*models):
-                for text in live:
-                    if text.finish:
-                        text.close(method.drafter)
-            live = [text for text in live if not text.finish]
+            if ended := [text for text in live if text.finish]:
+                with first.lock, second.lock:
+                    for text in ended:
+                        text.close(drafter)
+                live = [text for text in live if not text.finish]
     finally:
-        with locked(*models):
+        with first.lock, second.lock:
             for text in live:
-                text.close(method.drafter)
+                text.close(drafter)
             reserve(1)
 
 

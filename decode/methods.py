@@ -42,7 +42,7 @@ from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
 from decode.files import Fields
-from decode.loop import Method, tree_error
+from decode.loop import Method
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner
@@ -141,8 +141,9 @@ class MethodInputs:
     @property
     def parts(self) -> "Parts":
         """What `refusal` goes by."""
-        trees = "" if self.target.supports_trees else str(tree_error(self.target))
-        return Parts.of_draft(self.draft, self.options, datastore=self.datastore is not None, tree_refusal=trees)
+        return Parts.of_draft(
+            self.draft, self.options, datastore=self.datastore is not None, tree_error=self.target.tree_error
+        )
 
 
 @dataclass
@@ -154,7 +155,7 @@ class Parts:
     name: str = "it"  # of the draft, in messages
     estimates: bool = True  # the draft has a confidence head, as far as that is known
     datastore: bool = False  # there is a datastore, or a corpus that one is built from
-    tree_refusal: str = ""  # why the target reads no trees; empty where it does, as far as that is known
+    tree_error: str = ""  # why the target reads no trees; empty where it does, as far as that is known
 
     @classmethod
     def of_draft(cls, draft: Any, options: MethodOptions, **others: Any) -> "Parts":
@@ -370,8 +371,8 @@ def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | N
         return f"a {stop} reads the target's own layers, with which {method} does not draft; choose another stop rule"
     if stop == "confidence-head" and not (parts.draft == "block" and parts.estimates):
         return f"{method} stops by the draft's confidence head, and {parts.name} has none; {GIVE_ESTIMATES}"
-    if kind.trees and parts.tree_refusal:
-        return parts.tree_refusal
+    if kind.trees and parts.tree_error:
+        return parts.tree_error
     if kind.trees and not acceptance.exact:
         return f"{method} drafts trees, which {rule} does not verify; use exact, or vanilla, eagle, block"
     argmax_block = parts.draft == "block" and not options.sample_block

@@ -19,8 +19,8 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
-from decode.models.texts import write_texts
 from decode.progress import working
+from decode.writing import write_texts
 from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
@@ -32,7 +32,7 @@ from distill.kept import Kept, Shapes
 from distill.kinds.base import Draft
 from distill.kinds.language_model import cut
 from distill.kinds.reference import reference_losses
-from distill.kinds.start import frequent, start_from_head
+from distill.kinds.start import frequent, start_from_head, start_from_target
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
@@ -208,7 +208,8 @@ def untrained_head(run: Run, key: str) -> StageResult:
         ids, share = frequent(rows, int(head.config.draft_vocab_size), int(head.config.vocab_size))
         head.set_vocabulary(ids)
         run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
-    if (left := settings.draft.begin(head, target)) is not None:
+    if settings.draft.from_target:
+        left = start_from_target(head, target)
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     record = new_record(run, key, head)
     if record.parameters >= target.num_parameters() and not settings.draft.of_target:

@@ -15,12 +15,12 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper, Prefixes
 from decode.core.verify import pick, ratio
 from decode.errors import UserError
 from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
-from decode.models.texts import GROUP
+from decode.writing import GROUP
 from distill import ranks
 from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
@@ -45,7 +45,7 @@ class Mode:
 
     def probabilities(self, logits: Tensor, places: Sequence[tuple[Text, int]]) -> Tensor:
         """Return warped probabilities ``[n, vocab]``; places are texts with the last position read."""
-        prefixes = [ids[: at + 1] for (ids, _), at in places] if self.warp.needs_prefix else None
+        prefixes = Prefixes.of(ids[: at + 1] for (ids, _), at in places) if self.warp.needs_prefix else None
         return self.warp(logits, prefixes)
 
 
@@ -83,12 +83,13 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     """
     target, batch_size = run.record("target"), run.settings.teacher.responses.batch_size
     assert target is not None
-    limit = context_of(model.config.get_text_config())
-    made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
-    served = run.settings.teacher.in_engine
+    served, limit = run.settings.teacher.in_engine, context_of(model.config.get_text_config())
     engine = run.engine if served and ranks.is_first() else None
-    made_from |= {"served": served, "frozen": inputs(run.settings, ["frozen"])}
-    made_from |= {name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)}
+    made_from = {
+        "target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp),
+        "served": served, "frozen": inputs(run.settings, ["frozen"]),
+        **{name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)},
+    }  # fmt: skip
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):
         rows, seed = Examples.of(getattr(run.corpus, split), count), run.settings.seed + number

@@ -133,7 +133,7 @@ def fitted(
             seen["train"], seen["validation"], mode.label, options.l2, settings.trainer,
             work / f"{mode.name}-{made_from}", logger,
         )  # fmt: skip
-        rows = evaluate_exits(probes, seen["validation"], seen["test"])
+        rows = evaluate_exits(probes, seen["test"])
     return probes, rows, {split: len(features) for split, features in seen.items()}
 
 

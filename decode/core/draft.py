@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,17 @@ from torch import Tensor
 Ids = list[int]  # token ids
 
 
-def id_tensor(ids: Ids) -> Tensor:
-    """Token ids, long ``[n]``, in half of `torch.tensor`'s time."""
-    return torch.from_numpy(np.asarray(ids, dtype=np.int64))
-
-
 def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Numbers from the host on a device; an accelerator is not waited for."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    held = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu" or not held.is_cpu:
+        return held
+    return held.pin_memory().to(device, non_blocking=True)
+
+
+def upload_all(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists of integers as tensors on a device, by one copy."""
+    return list(upload([*chain(*lists)], device).split(list(map(len, lists))))
 
 
 def fetch(*tensors: Tensor) -> list[Any]:
@@ -58,7 +60,7 @@ class Draft:
     A chain is the tree with parents ``-1, 0, 1, …``. Numbers are kept in arrays: a trace holds many drafts.
     """
 
-    __slots__ = ("_ids", "confidence", "parents")
+    __slots__ = ("_ids", "confidence", "is_chain", "parents")
 
     def __init__(
         self, ids: Iterable[int], parents: Sequence[int] | None = None, confidence: Sequence[float] = ()
@@ -69,8 +71,10 @@ class Draft:
             len(parents) != len(chain) or any(not -1 <= parent < i for i, parent in enumerate(parents))
         ):
             raise ValueError(f"parents must precede their children, got {list(parents)}")
+        # whether every node is the only child of the one before it
+        self.is_chain = parents is None or list(parents) == list(chain)
         # of each node the index of its parent, smaller than its own; -1 is the pending token
-        self.parents: Sequence[int] = chain if parents is None or list(parents) == list(chain) else array("i", parents)
+        self.parents: Sequence[int] = chain if self.is_chain else array("i", parents)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -79,11 +83,6 @@ class Draft:
     def ids(self) -> Ids:
         """The tokens."""
         return self._ids.tolist()
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node is the only child of the one before it."""
-        return isinstance(self.parents, range)
 
     @property
     def depth(self) -> int:
@@ -110,22 +109,19 @@ class Draft:
         tree.grow(tokens)
         return tree.draft() if len(tree.tokens) > len(self) else self
 
-    def cut(self, ends: Collection[int], depth: int) -> tuple[Draft, list[int | None]]:
+    def cut(self, ends: Collection[int], depth: int) -> tuple[Draft, dict[int, int]]:
         """The part that a text can hold: no deeper than `depth`, and nothing below a token that ends it.
 
         Returns:
-            The part, and the place in it of each node.
+            The part, and the place in it of each of its nodes.
         """
-        place: list[int | None] = []
-        kept: list[int] = []
-        over: list[bool] = []  # whether nothing may follow a node
-        for node, (token, parent, deep) in enumerate(zip(self._ids, self.parents, self.depths())):
-            there = deep <= depth and (parent < 0 or (place[parent] is not None and not over[parent]))
-            place.append(len(kept) if there else None)
-            over.append(token in ends)
-            kept += [node] if there else []
-        above = [-1 if self.parents[node] < 0 else place[self.parents[node]] for node in kept]
-        return Draft((self._ids[node] for node in kept), above, self.confidence[: len(kept)]), place  # type: ignore[arg-type]
+        ids, place = self._ids, {-1: -1}
+        for node, (parent, deep) in enumerate(zip(self.parents, self.depths())):
+            if deep <= depth and parent in place and (parent < 0 or ids[parent] not in ends):
+                place[node] = len(place) - 1
+        kept = list(place)[1:]
+        parents = [place[self.parents[node]] for node in kept]
+        return Draft((ids[node] for node in kept), parents, self.confidence[: len(kept)]), place
 
     def visible(self) -> Tensor:
         """bool ``[n + 1, n + 1]`` of the pending token and the nodes: which of them each attends to."""
@@ -152,64 +148,71 @@ class Drafts:
 
     tokens: Tensor  # long ``[B, k]``, filled up behind a text's own length; k may be 0
     lengths: list[int]  # tokens proposed for each text
-    drafts: list[Draft] | None = None  # where the host has them already; trees are among these
+    trees: list[Draft] | None = None  # the drafts of a drafter of trees, which the host has; None: all are chains
     # the warped distributions that tokens were drawn from, and the raw draft logits, for rules that look at these,
     # ``[B, k, vocab]`` each
     probs: Tensor | None = None
     logits: Tensor | None = None
-    drawn: set[int] = field(default_factory=set)  # the texts whose tokens were drawn
-    confidence: list[list[float]] | None = None  # what the stop rule read at each token
+    copied: set[int] = field(default_factory=set)  # the texts of which these say nothing, since they were copied
+    confidence: list[Sequence[float]] | None = None  # what the stop rule read at each token
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft], device: torch.device) -> Drafts:
-        """Deterministic drafts that the host made."""
+    def of(cls, drafts: Sequence[Draft], device: torch.device, *, trees: bool = False) -> Drafts:
+        """Deterministic drafts that the host made.
+
+        Raises:
+            ValueError: one is a tree, and the drafter does not say that it drafts trees.
+        """
+        if not trees and not all(draft.is_chain for draft in drafts):
+            raise ValueError("a drafter of trees has to say so by its attribute `trees`")
         longest = max(map(len, drafts))
         filled = [draft.ids + [0] * (longest - len(draft)) for draft in drafts]
-        return cls(upload(filled, device).view(len(drafts), longest), list(map(len, drafts)), list(drafts))
+        tokens = upload(filled, device).view(len(drafts), longest)
+        return cls(tokens, list(map(len, drafts)), list(drafts) if trees else None)
 
     def to(self, device: torch.device) -> Drafts:
         """On a device."""
         probs, logits = (None if values is None else values.to(device) for values in (self.probs, self.logits))
         return replace(self, tokens=self.tokens.to(device), probs=probs, logits=logits)
 
-    def for_texts(self, texts: Sequence[int], others: Sequence[Draft]) -> Drafts:
-        """These drafts as those of some texts of a batch, and where they hold nothing, others that the host made.
-
-        `others` are of all texts of the batch.
-        """
-        held = [i for i, n in enumerate(self.lengths) if n]
-        if len(texts) == len(others) and (len(held) == len(texts) or not any(map(len, others))):
+    def spread(self, texts: Sequence[int], count: int) -> Drafts:
+        """These drafts as those of some texts among so many; the others have none."""
+        if len(texts) == count:
             return self
-        made, k = Drafts.of(others, self.tokens.device), self.tokens.shape[1]
-        made.tokens = F.pad(made.tokens, (0, max(0, k - made.tokens.shape[1])))
-        rows, places = upload([held, [texts[i] for i in held]], self.tokens.device)
-        confidence: list[list[float]] = [[] for _ in others]
-        for i in held:
-            made.lengths[texts[i]] = self.lengths[i]
-            if self.drafts is not None:
-                made.drafts[texts[i]] = self.drafts[i]  # type: ignore[index]
-            if self.confidence is not None:
-                confidence[texts[i]] = self.confidence[i]
+        at = upload(texts, self.tokens.device)
 
-        def placed(into: Tensor, values: Tensor) -> Tensor:
-            into[places, :k] = values[rows].to(into.dtype)
-            return into
+        def among(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.new_zeros(count, *values.shape[1:]).index_copy_(0, at, values)
 
-        placed(made.tokens, self.tokens)
-        made.confidence = confidence
-        for name in ("probs", "logits"):  # deterministic drafts are certain of their tokens
-            if (values := getattr(self, name)) is not None:
-                shape = (*made.tokens.shape, values.shape[-1])
-                certain = values.new_zeros(shape).scatter_(2, made.tokens[..., None], 1.0)
-                setattr(made, name, placed(certain if name == "probs" else certain.log(), values))
-        made.drawn = {texts[i] for i in self.drawn if self.lengths[i]}
-        return made if self.drafts is not None else replace(made, drafts=None)
+        def listed(values: Any, empty: Any) -> Any:
+            by_text = dict(zip(texts, values or ()))
+            return None if values is None else [by_text.get(i, empty) for i in range(count)]
+
+        tokens, probs, logits = (among(values) for values in (self.tokens, self.probs, self.logits))
+        trees, confidence = listed(self.trees, Draft(())), listed(self.confidence, ())
+        return Drafts(tokens, listed(self.lengths, 0), trees, probs, logits, confidence=confidence)  # type: ignore[arg-type]
+
+    def with_copies(self, copies: Sequence[Ids]) -> Drafts:
+        """These drafts with copies in the place of chains, or as branches of trees; an empty copy changes nothing."""
+        device, longest = self.tokens.device, max(map(len, copies))
+        if self.trees is not None:
+            return Drafts.of([tree.with_branch(copy) for tree, copy in zip(self.trees, copies)], device, trees=True)
+        copied = [i for i, copy in enumerate(copies) if copy]
+        if not copied:
+            return self
+        more = max(0, longest - self.tokens.shape[1])
+        tokens = F.pad(self.tokens, (0, more))
+        filled = [[*copies[i], *[0] * (tokens.shape[1] - len(copies[i]))] for i in copied]
+        probs, logits = (None if x is None else F.pad(x, (0, 0, 0, more)) for x in (self.probs, self.logits))
+        tokens = tokens.index_copy(0, upload(copied, device), upload(filled, device))
+        lengths = [len(copy) or n for copy, n in zip(copies, self.lengths)]
+        return Drafts(tokens, lengths, None, probs, logits, set(copied), self.confidence)
 
     def on_host(self, ids: Sequence[Ids]) -> list[Draft]:
         """The draft of each text, whose `tokens` have come to the host."""
-        if self.drafts is not None:
-            return self.drafts
-        confidence = self.confidence or [[] for _ in ids]
+        if self.trees is not None:
+            return self.trees
+        confidence = self.confidence or [()] * len(self.lengths)
         return [Draft(row[:n], None, seen) for row, n, seen in zip(ids, self.lengths, confidence)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
@@ -60,11 +59,10 @@ class RoundCosts:
 def between(values: Mapping[int, float], x: float) -> float:
     """A value between measured points, linear; the first below them, along the line of the last two beyond, >= 0."""
     points = sorted(values)
-    if len(points) == 1 or x <= points[0]:
-        return values[points[0]]
-    i = min(bisect_right(points, x), len(points) - 1)
-    low, high = points[i - 1 : i + 1]
-    return max(0.0, values[low] + (values[high] - values[low]) * ((x - low) / (high - low)))
+    if len(points) == 1 or x <= points[-1]:
+        return float(np.interp(x, points, [values[point] for point in points]))
+    low, high = points[-2:]
+    return max(0.0, values[high] + (values[high] - values[low]) * (x - high) / (high - low))
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from typing_extensions import override
 
 from decode.core.draft import upload
 from decode.errors import UserError
@@ -50,6 +51,11 @@ class Prefixes:
         lengths: Sequence[int] | None = None,
     ) -> None:
         self.texts, self.counts, self.paths, self.lengths = texts, counts or [1] * len(texts), paths, lengths
+
+    @classmethod
+    def of(cls, texts: Iterable[Sequence[int]]) -> Self:
+        """Those of rows that each have a text of their own."""
+        return cls([History(list(ids)) for ids in texts])
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -119,11 +125,11 @@ class LogitsWarper:
         """Whether the probabilities depend on the text before them otherwise than through the model."""
         return bool(self.processors) or self.repetition_penalty != 1
 
-    def top(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None = None) -> Tensor:
+    def top(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
         """The most probable token of each row, ``[rows]``; arguments as in a call."""
         return argmax(self.process(_wide(logits), prefixes) if self.needs_prefix else logits)
 
-    def __call__(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None = None) -> Tensor:
+    def __call__(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
         """Warp rows of logits.
 
         Args:
@@ -144,7 +150,7 @@ class LogitsWarper:
             logits = cut(None, logits)
         return logits.softmax(-1)
 
-    def process(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None) -> Tensor:
+    def process(self, logits: Tensor, prefixes: Prefixes | None) -> Tensor:
         """Logits ``[rows, vocab]`` after the processors that look at the prefix; neither temperature nor cuts.
 
         The repetition penalty is transformers' own, by a table of the ids that occur; other processors take time that
@@ -152,8 +158,6 @@ class LogitsWarper:
         """
         if prefixes is None or len(prefixes) != len(logits):
             raise ValueError("this warp depends on the prefix: give the tokens before every row")
-        if not isinstance(prefixes, Prefixes):
-            prefixes = Prefixes([History(list(ids)) for ids in prefixes])
         if self.repetition_penalty != 1:
             by = self.repetition_penalty
             penalised = torch.where(logits < 0, logits * by, logits / by)
@@ -247,22 +251,26 @@ BLOCK = 256  # uniform numbers drawn at once
 
 
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
-    """The token at which the cumulative weights pass the share ``u`` of their sum.
+    """The token of each row at which the cumulative weights pass the share ``u`` of their sum.
 
     Args:
-        weights: ``[..., vocab]``, not negative, normalised or not.
-        u: ``[..., 1]`` in float64, from [0, 1).
+        weights: ``[n, vocab]``, not negative, normalised or not.
+        u: ``[n, 1]`` in float64, from [0, 1).
 
     Returns:
-        Token ids ``[...]`` (long); never one of zero weight.
+        Token ids ``[n]`` (long); never one of zero weight.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
-    # right=True: the first index whose cdf exceeds u·total
-    index = torch.searchsorted(cdf, u * cdf[..., -1:], right=True)
-    return index.clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+    share = u * cdf[:, -1:]
+    # right: the first index whose cdf exceeds the share
+    if cdf.is_cpu:  # in half of torch's time
+        index = torch.tensor([row.searchsorted(s, "right") for row, s in zip(cdf.numpy(), share.numpy()[:, 0])])
+    else:
+        index = torch.searchsorted(cdf, share, right=True)[:, 0]
+    return index.clamp_(max=weights.shape[-1] - 1)
 
 
-class TorchRng:
+class TorchRng(Rng):
     """Uniform numbers of a text from torch's generator on the CPU, the same whatever device decodes it."""
 
     def __init__(self, seed: int | None = None) -> None:
@@ -281,45 +289,30 @@ class TorchRng:
         return [self._ready.pop() for _ in range(count)]
 
     @staticmethod
+    @override
     def together(rngs: Sequence[TorchRng], counts: Sequence[int], device: torch.device) -> Numbers:
-        """See `Rng.together`."""
         return Uniform([rng.uniforms(count) for rng, count in zip(rngs, counts, strict=True)], device)
 
 
-class Uniform:
-    """Choices by uniform numbers, a list for each text: inverse-transform sampling in float64.
-
-    On an accelerator they are uploaded at once, and no choice makes the host wait.
-    """
+class Uniform(Numbers):
+    """Choices by uniform numbers of each text, uploaded at once: inverse-transform sampling in float64."""
 
     def __init__(self, numbers: Sequence[Sequence[float]], device: torch.device) -> None:
-        self.numbers, self.device = numbers, device
-        if device.type != "cpu":
-            longest = max(map(len, numbers))
-            filled = [[*row, *[0.0] * (longest - len(row))] for row in numbers]
-            self._u = upload(filled, device, torch.float64)
+        longest = max(map(len, numbers))
+        self._u = upload([[*row, *[0.0] * (longest - len(row))] for row in numbers], device, torch.float64)
 
+    @override
     def draw(self, weights: Tensor, step: int | Sequence[int] = 0, rows: Sequence[int] | None = None) -> Tensor:
-        """See `Numbers.draw`."""
-        texts = range(len(weights)) if rows is None else rows
-        steps = [step] * len(weights) if isinstance(step, int) else step
-        if not weights.is_cpu:
-            if isinstance(step, int) and rows is None:
-                return inverse(weights, self._u[:, step, None])
-            at = upload([[*texts], [*steps]], self.device)
-            return inverse(weights, self._u[at[0], at[1], None])
-        # as `inverse`, in half of its time on the host
-        cdf = weights.cumsum(-1, dtype=torch.float64).numpy()
-        drawn = [row.searchsorted(self.numbers[i][s] * row[-1], "right") for row, i, s in zip(cdf, texts, steps)]
-        return torch.tensor(drawn).clamp_(max=weights.shape[-1] - 1)
+        count = weights.shape[0]
+        if isinstance(step, int) and count == self._u.shape[0]:
+            return inverse(weights, self._u[:, step, None])
+        steps = [step] * count if isinstance(step, int) else step
+        texts, choices = upload([list(range(count) if rows is None else rows), list(steps)], weights.device)
+        return inverse(weights, self._u[texts, choices, None])
 
+    @override
     def accepted(self, rates: Tensor, lengths: Sequence[int], step: int = 0) -> Tensor:
-        """See `Numbers.accepted`; a token passes where u < rate, so that one of rate 0 never does."""
-        if not rates.is_cpu:
-            passed = self._u[:, step : step + rates.shape[1]] < rates
-            passed &= torch.arange(rates.shape[1], device=self.device) < upload(lengths, self.device)[:, None]
-            return passed.cumprod(1).sum(1)
-        kept = []
-        for u, row, n in zip(self.numbers, rates.tolist(), lengths):
-            kept.append(next((i for i in range(n) if not u[step + i] < row[i]), n))
-        return torch.tensor(kept)
+        k = rates.shape[1]
+        passed = self._u[:, step : step + k] < rates  # so that a token of rate 0 never passes
+        passed &= torch.arange(k, device=rates.device) < upload(lengths, rates.device)[:, None]
+        return passed.cumprod(1).sum(1)

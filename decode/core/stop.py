@@ -202,16 +202,8 @@ def max_probability(drafted: DraftedTokens) -> Tensor:
 
 
 def own_estimate(drafted: DraftedTokens) -> Tensor:
-    """What a block head's confidence head says; reads no token.
-
-    Raises:
-        UserError: the draft has no such head.
-    """
-    if drafted.accepted is None:
-        raise UserError(
-            "this stop rule reads the draft's confidence head, and the draft has none: give a DSpark head that was "
-            "trained with one (student.block.confidence), or choose another stop rule, such as cost-optimal"
-        )
+    """What a block head's confidence head says; reads no token."""
+    assert drafted.accepted is not None, "the draft has no confidence head"
     return drafted.accepted
 
 

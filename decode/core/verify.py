@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from decode.core.draft import Draft, Drafts, Ids, fetch, upload
 from decode.core.round import Round
-from decode.core.sampling import History, LogitsWarper, Numbers, Prefixes, argmax, one_hot
+from decode.core.sampling import History, LogitsWarper, Numbers, Prefixes, one_hot
+from decode.errors import UserError
 
 LN2 = math.log(2)
 Raw = tuple[Tensor, Tensor]  # unwarped logits of target and draft, ``[k, vocab]`` each
@@ -27,8 +29,6 @@ def pick(rows: Tensor, tokens: Tensor) -> Tensor:
 
 def at(rows: Tensor, index: Tensor) -> Tensor:
     """The row of each text at its own index ``[n]``: ``[n, ..]`` from ``[n, k, ..]``."""
-    if len(rows) == 1 and rows.is_cpu:
-        return rows[:, int(index)]
     return rows[torch.arange(len(rows), device=rows.device), index]
 
 
@@ -70,11 +70,6 @@ class AcceptanceRule:
     exact: bool = False  # the output has the target's distribution
     unwarped: bool = False  # `distance` compares the distributions before warping, which greedy decoding needs
     corrects_from_p: bool = False  # a rejected token is replaced by one from p, not from the residual
-
-    @property
-    def is_exact_now(self) -> bool:
-        """Whether the rule decides as the exact one does, for now."""
-        return self.exact
 
     def of_texts(self, rules: Sequence[Any], device: torch.device) -> AcceptanceRule:
         """The rule that decides for texts together, each of which may have learned another one."""
@@ -121,8 +116,6 @@ class AcceptanceRule:
     def _after(self, p: Tensor, q: Tensor, m: Tensor, lengths: Sequence[int], scale: Tensor | None = None) -> Tensor:
         """Weights of the token after the m kept ones: the residual, with p scaled, or p where all were kept."""
         row, n = at(p, m), upload(lengths, p.device)
-        if p.is_cpu and bool((m == n).all()):
-            return row
         rest = self.residual(row if scale is None else row * at(scale, m)[:, None], at(q, m.clamp(max=q.shape[1] - 1)))
         return torch.where((m == n)[:, None], row, rest)
 
@@ -180,11 +173,6 @@ class Ears(AcceptanceRule):
 
     beta: float = 0.1
 
-    @property
-    def is_exact_now(self) -> bool:
-        """At β = 0."""
-        return self.beta == 0
-
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, distance: Tensor) -> Tensor:
         """min(1, p(x)/q(x) + β(1 − max p)) where p(x) > 0."""
         tolerance = self.beta * (1 - p.amax(-1))
@@ -211,11 +199,6 @@ class JensenShannon(AcceptanceRule):
 
     def __post_init__(self) -> None:
         self._seen = [False, False]
-
-    @property
-    def is_exact_now(self) -> bool:
-        """While θ is 0."""
-        return self.theta <= 0
 
     def of_texts(self, rules: Sequence[Any], device: torch.device) -> AcceptanceRule:
         """See `AcceptanceRule.of_texts`."""
@@ -297,6 +280,9 @@ class Typical(AcceptanceRule):
         return (kept - mass * p).abs().sum(-1) / 2
 
 
+MEASURED = ("overlap", "spent", "distance")
+
+
 @dataclass
 class Verified:
     """What is kept of one text's draft."""
@@ -309,19 +295,7 @@ class Verified:
     distance: list[float] | None = None
 
 
-class NotFiniteError(ValueError):
-    """The target's logits are NaN or +inf.
-
-    Attributes:
-        text: number of the first text whose logits are.
-    """
-
-    def __init__(self, text: int) -> None:
-        super().__init__(f"logits of text {text} are not finite")
-        self.text = text
-
-
-def follow(draft: Draft, choose: Callable[[int, list[int]], int]) -> tuple[list[int], int]:
+def follow(draft: Draft, choose: Callable[[int, Ids], int]) -> tuple[Ids, int]:
     """The path of a deterministic draft that the target's own choices take, and the choice that leaves the draft.
 
     `choose` is given a row, 0 after the pending token and i + 1 after node i, and the nodes down to it; it is called
@@ -340,10 +314,9 @@ def follow(draft: Draft, choose: Callable[[int, list[int]], int]) -> tuple[list[
 class Verification:
     """The verification of a round's drafts, launched for all texts at once; the host reads its result once (`read`).
 
-    Drawn drafts, and chains of a relaxed rule, are verified by `AcceptanceRule.keep`. In a deterministic draft the
-    target's own choice after the pending token is followed from node to node; the choice that leaves the draft is
-    emitted. Each emitted token is a draw from its own row of p, so the output has the target's distribution whatever
-    the tree. On a CPU such a row is warped and drawn from when it is reached.
+    Chains are verified by `AcceptanceRule.keep`. In trees, and in greedy drafts that have to be exact, the target's own
+    choice after the pending token is followed from node to node; the choice that leaves the draft is emitted. Each
+    emitted token is a draw from its own row of p, so the output has the target's distribution whatever the tree.
 
     Args:
         drafts: of the round.
@@ -352,7 +325,7 @@ class Verification:
         warp: logits to probabilities.
         rules: of each text, of one kind.
         rngs: of each text.
-        histories: of each text, without its draft; read where the warp needs a prefix.
+        histories: of each text, without its draft.
     """
 
     def __init__(
@@ -366,199 +339,118 @@ class Verification:
         histories: Sequence[History],
     ) -> None:
         self.drafts, self.tokens, self.logits, self.warp = drafts, tokens, logits, warp
-        self.rules, self.histories, self.lengths = rules, histories, drafts.lengths
+        self.rules, self.rngs, self.histories, self.lengths = rules, rngs, histories, drafts.lengths
         self.starts = [0, *accumulate(n + 1 for n in self.lengths)]
-        exact = rules[0].exact
-        self.chains = [
-            i
-            for i, (n, rule) in enumerate(zip(self.lengths, rules))
-            if n and (i in drafts.drawn or not rule.is_exact_now)
-        ]
-        self.walks = [i for i in range(len(rules)) if i not in {*self.chains}]
-        self.top = argmax(logits) if warp.greedy and not warp.needs_prefix else None
-        largest = logits.amax(-1) if self.top is None else pick(logits, self.top)
-        self._results = [largest.sum(dtype=torch.float32)]
-        self._ids_at = self._add(drafts.tokens) if drafts.drafts is None else 0
-        if self.walks:
-            self._launch_walks(rngs, measures=not exact)
-        if self.chains:
-            self._launch_chains([rngs[i] for i in self.chains])
+        self._results: dict[str, Tensor] = {}  # what the host reads
+        if drafts.trees is None and drafts.tokens.shape[1]:
+            self._results["ids"] = drafts.tokens
+        if warp.greedy and rules[0].exact:
+            self._results["choices"] = top = warp.top(logits, self._prefixes())
+            self._results["largest"] = pick(logits, top)
+            return
+        self._results["largest"] = logits.amax(-1)
+        self._numbers = rngs[0].together(rngs, [n + 1 for n in self.lengths], logits.device)
+        p = warp(logits, self._prefixes())
+        if drafts.trees is None:
+            self._launch_chains(p)
+        else:
+            self._launch_trees(p, drafts.trees)
 
-    def _add(self, *results: Tensor) -> int:
-        """Have the host read these too; where they will be."""
-        self._results += results
-        return len(self._results) - len(results)
-
-    def _rows(self, texts: Sequence[int], values: Tensor) -> Tensor:
-        """The rows of ``values [rows, ..]`` that belong to these texts."""
-        if len(texts) == len(self.rules):
-            return values
-        return values.index_select(
-            0, upload([r for i in texts for r in range(self.starts[i], self.starts[i + 1])], values.device)
-        )
-
-    def _prefixes(self, texts: Sequence[int]) -> Prefixes | None:
-        """The tokens before each row of these texts."""
+    def _prefixes(self) -> Prefixes | None:
+        """The tokens before each row."""
         if not self.warp.needs_prefix:
             return None
-        drafts, places, lengths = self.drafts.drafts, list[list[int]](), list[int]()
-        for i in texts:
-            chain = drafts is None or drafts[i].is_chain
-            paths = [range(1, row + 1) for row in range(self.lengths[i] + 1)] if chain else drafts[i].paths()  # type: ignore[index]
-            longest, start = max(self.lengths), self.starts[i]  # a path is filled up with the pending token
-            places += [[start + at for at in path] + [start] * (longest - len(path)) for path in paths]
-            lengths += map(len, paths)
+        places, lengths, longest = list[list[int]](), list[int](), max(self.lengths)
+        for start, draft in zip(self.starts, self.drafts.trees or [Draft([0] * n) for n in self.lengths]):
+            for path in draft.paths():  # filled up with the pending token
+                places.append([start + at for at in path] + [start] * (longest - len(path)))
+                lengths.append(len(path))
         paths = self.tokens[upload(places, self.tokens.device)]
-        return Prefixes([self.histories[i] for i in texts], [self.lengths[i] + 1 for i in texts], paths, lengths)
+        return Prefixes(self.histories, [n + 1 for n in self.lengths], paths, lengths)
 
-    # -- deterministic drafts ------------------------------------------------------------------------------------------
+    def _launch_trees(self, p: Tensor, trees: Sequence[Draft]) -> None:
+        """Draw the target's token after every row; on a CPU a draw waits until its row is reached."""
+        self._p = p
+        owners = [text for text, n in enumerate(self.lengths) for _ in range(n + 1)]
+        parents = [start + parent + 1 for start, tree in zip(self.starts, trees) for parent in tree.parents]
+        nodes = [start + 1 + node for start, n in zip(self.starts, self.lengths) for node in range(n)]
+        above, places = upload([parents, nodes], p.device)
+        self._results["masses"] = p[above, self.tokens[places]]
+        if not p.is_cpu:
+            depths = [depth for tree in trees for depth in [0, *tree.depths()]]
+            self._results["choices"] = self._numbers.draw(p, depths, owners)
 
-    def _launch_walks(self, rngs: Sequence[Any], *, measures: bool) -> None:
-        """Choose the target's token after every row, where not only those that are reached are."""
-        texts, device, drafts = self.walks, self.logits.device, self.drafts.drafts
-        self._numbers: Any = None
-        self._p: Tensor | None = None
-        self._walks_at = self._masses_at = self._distances_at = 0
-        if self.warp.greedy:
-            top = self.warp.top(self.logits, self._prefixes(range(len(self.rules)))) if self.top is None else self.top
-            self._walks_at = self._add(self._rows(texts, top))
-            if not measures:
-                return
-        else:
-            counts = [1 + (self.lengths[i] if drafts is None else drafts[i].depth) for i in texts]
-            self._numbers = rngs[0].together([rngs[i] for i in texts], counts, device)
-            if self.logits.is_cpu and not measures:
-                return
-        self._p = p = self.warp(self._rows(texts, self.logits), self._prefixes(texts))
-        rows = [(at, depth) for at, i in enumerate(texts) for depth in [0, *self._draft(i).depths()]]
-        if not self.warp.greedy and not p.is_cpu:
-            owners, steps = zip(*rows)
-            self._walks_at = self._add(self._numbers.draw(p, steps, owners))
-        above, mine, at = list[int](), list[int](), 0
-        for i in texts:
-            above += [at + parent + 1 for parent in self._draft(i).parents]
-            mine += range(self.starts[i] + 1, self.starts[i + 1])
-            at += self.lengths[i] + 1
-        before, tokens = p.index_select(0, upload(above, device)), self.tokens.index_select(0, upload(mine, device))
-        self._masses_at = self._add(pick(before, tokens))
-        if measures:
-            q, logits = one_hot(tokens, p), self._rows(texts, self.logits).index_select(0, upload(above, device))
-            raw = q.log()
-            if self.drafts.logits is not None:
-                k = self.drafts.tokens.shape[1]
-                nodes = [i * k + node for i in texts for node in range(self.lengths[i])]
-                raw = self.drafts.logits.flatten(0, 1).index_select(0, upload(nodes, device))
-            self._distances_at = self._add(self.rules[0].distance(before, q, (logits, raw)))
-
-    def _draft(self, text: int) -> Draft:
-        """The shape of a text's draft; of a chain on the device without its tokens."""
-        return Draft([0] * self.lengths[text]) if self.drafts.drafts is None else self.drafts.drafts[text]
-
-    def _read_walks(self, found: list[Verified], drafts: Sequence[Draft], results: list[Any]) -> None:
+    def _followed(self, drafts: Sequence[Draft], results: dict[str, Any]) -> list[Verified]:
         """Follow the choices through the drafts."""
-        first = node_at = 0
-        for at, i in enumerate(self.walks):
-            draft, ids, rows = drafts[i], drafts[i].ids, dict[int, Tensor]()
+        found, choices, masses = list[Verified](), results.get("choices"), results.get("masses", [])
+        for text, (draft, start) in enumerate(zip(drafts, self.starts)):
 
             def choose(row: int, path: Ids) -> int:
-                if self._walks_at:
-                    return results[self._walks_at][first + row]  # noqa: B023
-                rows[row] = self._row(i, first + row, row, [ids[node] for node in path])  # noqa: B023
-                return int(self._numbers.draw(rows[row], len(path), [at]))  # noqa: B023
+                at = start + row  # noqa: B023
+                if choices is not None:
+                    return choices[at]
+                return int(self._numbers.draw(self._p[at : at + 1], len(path), [text]))  # noqa: B023
 
             path, token = follow(draft, choose)
-            # under a one-hot q, Σ min(p, q) is p of all tokens drafted at a position
-            masses, table = list[float](), draft.children()
-            for depth, row in enumerate([0, *(node + 1 for node in path)]):
-                if not (below := table[row]):
-                    continue
-                if self._masses_at:
-                    masses.append(sum(results[self._masses_at][node_at + node] for node in below.values()))
-                else:
-                    masses.append(float(rows[row][0, list(below)].sum()) if rows else float(depth < len(path)))
-            found[i] = Verified(path, token, masses or None)
-            if self._distances_at and masses and draft.is_chain:
-                distances = results[self._distances_at][node_at : node_at + len(masses)]
-                found[i] = replace(found[i], spent=[0.0] * len(masses), distance=distances)
-            first, node_at = first + len(draft) + 1, node_at + len(draft)
+            if self.warp.greedy:
+                shared = [1.0] * len(path) + [0.0] * ((path[-1] if path else -1) in draft.parents)
+            else:  # under a one-hot q, Σ min(p, q) is p of all tokens drafted at a position
+                tested, first = [draft.children()[node + 1].values() for node in (-1, *path)], start - text
+                shared = [sum(masses[first + node] for node in nodes) for nodes in tested if nodes]
+            found.append(Verified(path, token, shared or None))
+        return found
 
-    def _row(self, text: int, at: int, row: int, path: Ids) -> Tensor:
-        """p after a node of a text, ``[1, vocab]``, `at` among the rows that are walked."""
-        if self._p is not None:
-            return self._p[at : at + 1]
-        place, prefixes = self.starts[text] + row, None
-        if self.warp.needs_prefix:
-            prefixes = Prefixes([self.histories[text]], None, upload([path], self.logits.device) if path else None)
-        return self.warp(self.logits[place : place + 1], prefixes)
-
-    # -- drawn drafts, and relaxed rules -------------------------------------------------------------------------------
-
-    def _launch_chains(self, rngs: Sequence[Any]) -> None:
+    def _launch_chains(self, p: Tensor) -> None:
         """Decide how much of each chain is kept, and draw the token after it."""
-        texts, lengths, device = self.chains, [self.lengths[i] for i in self.chains], self.logits.device
-        rule = self.rules[0].of_texts([self.rules[i] for i in texts], device)
-        k = max(lengths)
-        x = self._of_chains(self.drafts.tokens)[:, :k]
-        p = self._padded(self.warp(self._rows(texts, self.logits), self._prefixes(texts)), lengths)
-        q, raw = self._drawn_from(x, p)
-        logits = None if rule.exact else self._padded(self._rows(texts, self.logits), lengths)[:, :k]
-        distance = q if logits is None else rule.distance(p[:, :k], q, (logits, q.log() if raw is None else raw))
-        accept = rule.accept_prob(p[:, :k], q, x, distance)
-        numbers = rngs[0].together(rngs, [n + 1 for n in lengths], device)
-        m, weights = rule.keep(p, q, x, accept, lengths, numbers)
-        t = min(int(m.max()) + 1, k) if p.is_cpu else k  # where reading is free, only what was tested is measured
-        shared = overlap(p[:, :t], q[:, :t])
-        self._chains_at = self._add(m, numbers.draw(weights), shared)
+        drafts, x, device = self.drafts, self.drafts.tokens, p.device
+        if not x.shape[1]:
+            self._results |= {"kept": upload(self.lengths, device), "token": self._numbers.draw(p)}
+            return
+        p, rule = self._padded(p), self.rules[0].of_texts(self.rules, device)
+        before, q = p[:, :-1], one_hot(x.flatten(), p).unflatten(0, x.shape)
+        copied = upload([[i in drafts.copied] for i in range(len(x))], device, torch.bool)[..., None]
+        raw, distance = q, before[..., 0]
         if not rule.exact:
-            self._add(rule.tv_spent(p[:, :t], q[:, :t], x[:, :t], accept[:, :t]), distance[:, :t])
+            raw = q.log() if drafts.logits is None else torch.where(copied, q.log(), drafts.logits)
+        if drafts.probs is not None:
+            q = torch.where(copied, q, drafts.probs)
+        if not rule.exact:
+            distance = rule.distance(before, q, (self._padded(self.logits)[:, :-1], raw))
+        accept = rule.accept_prob(before, q, x, distance)
+        kept, weights = rule.keep(p, q, x, accept, self.lengths, self._numbers)
+        self._results |= {"kept": kept, "token": self._numbers.draw(weights), "overlap": overlap(before, q)}
+        if not rule.exact:
+            self._results |= {"spent": rule.tv_spent(before, q, x, accept), "distance": distance}
 
-    def _padded(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
-        """``[n, k + 1, ..]`` from the rows of n texts; those that a text lacks are its last one."""
-        k = max(lengths)
-        if min(lengths) == k:
-            return rows.unflatten(0, (len(lengths), k + 1))
-        firsts = accumulate((n + 1 for n in lengths), initial=0)
-        return rows[
-            upload([[first + min(i, n) for i in range(k + 1)] for first, n in zip(firsts, lengths)], rows.device)
-        ]
+    def _padded(self, rows: Tensor) -> Tensor:
+        """``[B, k + 1, ..]`` from the rows of all texts; those that a text lacks are its last one."""
+        k = self.drafts.tokens.shape[1]
+        if min(self.lengths) == k:
+            return rows.unflatten(0, (len(self.lengths), k + 1))
+        places = [[start + min(i, n) for i in range(k + 1)] for start, n in zip(self.starts, self.lengths)]
+        return rows[upload(places, rows.device)]
 
-    def _drawn_from(self, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The distributions of the drafted tokens ``x [n, k]``, of deterministic chains one-hot, and raw logits."""
-        drafts, k = self.drafts, x.shape[1]
-        q = (
-            one_hot(x.flatten(), p).unflatten(0, x.shape)
-            if drafts.probs is None
-            else self._of_chains(drafts.probs)[:, :k]
-        )
-        return q, None if drafts.logits is None else self._of_chains(drafts.logits)[:, :k]
-
-    def _of_chains(self, values: Tensor) -> Tensor:
-        """Of ``values [B, ..]`` those of the texts whose drafts are verified as chains."""
-        whole = len(self.chains) == len(values)
-        return values if whole else values.index_select(0, upload(self.chains, values.device))
-
-    def _read_chains(self, found: list[Verified], results: list[Any]) -> None:
-        """Hand out what was decided."""
-        results = results[self._chains_at :]
-        for i, m, token, *measured in zip(self.chains, *results):
-            t = min(m + 1, self.lengths[i])
-            found[i] = Verified(list(range(m)), token, *(values[:t] if t else None for values in measured))
+    def _decided(self, results: dict[str, Any]) -> list[Verified]:
+        """Hand out what was decided of chains."""
+        found = []
+        for i, (m, token, n) in enumerate(zip(results["kept"], results["token"], self.lengths)):
+            measured = [results[name][i][: min(m + 1, n)] or None if name in results else None for name in MEASURED]
+            found.append(Verified(list(range(m)), token, *measured))
+        return found
 
     def read(self) -> tuple[list[Draft], list[Verified]]:
         """The drafts of all texts on the host, and what is kept of each; an accelerator is waited for once.
 
         Raises:
-            NotFiniteError: logits of NaN or +inf.
+            UserError: logits of NaN or +inf.
         """
-        results = fetch(*self._results)
-        if not math.isfinite(results[0]):
-            texts = self.logits.split([n + 1 for n in self.lengths])
-            sums = [rows.amax(-1).sum(dtype=torch.float32).item() for rows in texts]
-            raise NotFiniteError(next(i for i, value in enumerate(sums) if not math.isfinite(value)))
-        drafts = self.drafts.on_host(results[self._ids_at])
-        found: list[Any] = [None] * len(drafts)
-        if self.walks:
-            self._read_walks(found, drafts, results)
-        if self.chains:
-            self._read_chains(found, results)
-        return drafts, found
+        results = dict(zip(self._results, fetch(*self._results.values())))
+        if not math.isfinite(sum(results["largest"])):
+            row = next(row for row, value in enumerate(results["largest"]) if not math.isfinite(value))
+            text = self.histories[bisect_right(self.starts, row) - 1]
+            raise UserError(
+                f"the target's logits are NaN or +inf after {len(text.ids)} tokens; check its weights, or load it in "
+                "bfloat16 or float32"
+            )
+        drafts = self.drafts.on_host(results.get("ids", [[]] * len(self.lengths)))
+        return drafts, self._decided(results) if "kept" in results else self._followed(drafts, results)

@@ -192,6 +192,7 @@ class TrigramDrafter(Drafter):
     what the target writes. What is learned stays for later texts; in a batch each text keeps it to itself.
     """
 
+    trees = True
     table: NgramTable  # the corpus's trigrams
     nodes: int = 64  # most nodes in the tree
     searches: int = 150  # Monte Carlo iterations

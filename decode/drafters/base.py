@@ -44,6 +44,8 @@ class Drafter:
     A drafter has to define `draft`, or `propose` where sequences are drafted for together.
     """
 
+    trees: bool = False
+    """Whether drafts may be trees; otherwise they are chains."""
     runner: Model | None = None
     """The model that drafts, if there is one."""
     capture: Capture = ()
@@ -63,7 +65,7 @@ class Drafter:
 
     def propose(self, requests: Sequence[DraftRequest], device: torch.device) -> Drafts:
         """A draft for each of several sequences, on this device, the target's."""
-        return Drafts.of([self.draft(request) for request in requests], device)
+        return Drafts.of([self.draft(request) for request in requests], device, trees=self.trees)
 
     def update(
         self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]

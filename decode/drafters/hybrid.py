@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Drafts, Ids
+from decode.core.draft import Drafts, Ids
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.lookup import SuffixIndex, commonest, copy_from
@@ -58,22 +58,19 @@ class HybridDrafter(Drafter):
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
         matches = list(map(self._match, requests))
         copies = [
-            Draft(self._copy(request, self.length, *match) if max(match[0], match[2]) >= self.match else ())
+            self._copy(request, self.length, *match) if max(match[0], match[2]) >= self.match else []
             for request, match in zip(requests, matches)
         ]
-        heads = [i for i, request in enumerate(requests) if request.max_depth > 0 and not len(copies[i])]
-        if not heads:
-            return Drafts.of(copies, device)
-        drafts = self.head.propose([self._of_head(requests[i]) for i in heads], device)
-        for i, n in zip(heads, drafts.lengths):
-            if not n:  # on an accelerator the head may have read what it refused, and a copy puts something else there
-                requests[i].state.head.cache.truncate(len(requests[i].ids))
-            copies[i] = Draft(self._copy(requests[i], self.branch if n else self.length, *matches[i]))
-        if drafts.drafts is None:
-            return drafts.for_texts(heads, copies)
-        for i, draft in zip(heads, drafts.drafts):
-            copies[i] = draft.with_branch(copies[i].ids)
-        return Drafts.of(copies, device)
+        asked = [
+            replace(self._of_head(r), max_depth=0) if copy else self._of_head(r) for r, copy in zip(requests, copies)
+        ]
+        drafts = self.head.propose(asked, device)
+        for i, (request, n) in enumerate(zip(requests, drafts.lengths)):
+            if not copies[i]:
+                copies[i] = self._copy(request, self.branch if n else self.length, *matches[i])
+                if not n:  # on an accelerator the head may have read what it refused, and a copy comes in its place
+                    request.state.head.cache.truncate(len(request.ids))
+        return drafts.with_copies(copies)
 
     @staticmethod
     def _of_head(request: DraftRequest) -> DraftRequest:

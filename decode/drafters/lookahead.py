@@ -32,6 +32,7 @@ class LookaheadState:
 class LookaheadDrafter(Drafter):
     """Drafts the window and up to `guesses` n-grams of the pool that start with the pending token."""
 
+    trees = True
     level: int = 5  # n-gram size N; the window has N − 1 levels
     window: int = 7  # columns W
     # most n-grams G that the pool keeps for a token (the least recent leaves first) and that are tried

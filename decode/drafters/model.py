@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Drafts, Ids, upload
+from decode.core.draft import Draft, Drafts, Ids, upload, upload_all
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Prefixes
 from decode.core.stop import DraftedTokens, Watch
@@ -20,9 +20,9 @@ from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.mtp import MtpRunner
 from decode.models.heads.runner import DraftHeadRunner, in_target
 
-Step = Callable[[Sequence[int], Tensor | None], Out]
-"""Given the numbers of the sequences that draft on, and the token that each drafted last ``[n]`` (None: none yet), the
-output for the next one, a row of each."""
+Step = Callable[[int, Sequence[int], Tensor | None], Out]
+"""Given how many tokens were drafted, the numbers of the sequences that draft on, and the token that each drafted last
+``[n]`` (None: none yet), the output for the next one, a row of each."""
 
 
 @dataclass
@@ -33,14 +33,26 @@ class ModelState:
     stop_ids: Collection[int]
 
 
-def by_text(steps: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tensor:
-    """``[count, k, ..]`` from the values that some sequences had at each of k steps; 0 where one had none."""
-    if all(len(texts) == count for texts, _ in steps):
-        return torch.stack([values for _, values in steps], 1)
-    first = steps[0][1]
-    filled = first.new_zeros(count, len(steps), *first.shape[1:])
-    for step, (texts, values) in enumerate(steps):
-        filled[upload(texts, first.device), step] = values
+@dataclass
+class Column:
+    """The tokens that several texts drafted at once, and what they were drawn from."""
+
+    texts: Sequence[int]
+    tokens: Tensor  # long ``[n]``
+    probs: Tensor | None  # ``[n, vocab]``; None: they are certain
+    logits: Tensor | None  # ``[n, vocab]``, where a rule reads them
+
+
+def by_text(columns: Sequence[Column], name: str, count: int) -> Tensor | None:
+    """``[count, k, ..]`` from an attribute of each of k columns; 0 where a text had none."""
+    values = [getattr(column, name) for column in columns]
+    if values[0] is None:
+        return None
+    if len(columns[-1].texts) == count:
+        return torch.stack(values, 1)
+    filled = values[0].new_zeros(count, len(columns), *values[0].shape[1:])
+    for at, (column, value) in enumerate(zip(columns, values)):
+        filled[upload(column.texts, filled.device), at] = value
     return filled
 
 
@@ -84,12 +96,12 @@ class ModelDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest], device: torch.device) -> Drafts:
         """See `Drafter.propose`: the draft model reads the next token of all sequences in one forward."""
-        limits, none = list(map(self.limit, requests)), [Draft(())] * len(requests)
+        limits = list(map(self.limit, requests))
         texts = [i for i, limit in enumerate(limits) if limit > 0]
         if not texts:
-            return Drafts.of(none, device)
+            return Drafts.of([Draft(())] * len(requests), device, trees=self.trees)
         drafts = self.drafts([requests[i] for i in texts], [limits[i] for i in texts])
-        return drafts.to(device).for_texts(texts, none)
+        return drafts.to(device).spread(texts, len(requests))
 
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
         """Drafts of at most these lengths, which are at least 1."""
@@ -99,11 +111,10 @@ class ModelDrafter(Drafter):
         """Reads the next token of each sequence, first all that its cache lacks."""
         device, caches = self.runner.device, [request.state.cache for request in requests]
 
-        def step(texts: Sequence[int], tokens: Tensor | None) -> Out:
+        def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
             if tokens is None:
-                unread = list(map(self.unread, requests))
-                return self.read(caches, upload([*chain(*unread)], device).split(list(map(len, unread))))
-            return self.read([caches[i] for i in texts], tokens.split(1))
+                return self.read(caches, upload_all(list(map(self.unread, requests)), device))
+            return self.read([caches[i] for i in texts], tokens[:, None].unbind())
 
         return step
 
@@ -113,22 +124,17 @@ class ModelDrafter(Drafter):
 
     def chains(self, requests: Sequence[DraftRequest], limits: Sequence[int], step: Step) -> Drafts:
         """Draft token by token, all sequences at once."""
-        warp, count, stop = self.warp, len(requests), requests[0].stop
-        certain, raw = warp.greedy or not self.sample, requests[0].keep_logits
+        warp, count, stop, device = self.warp, len(requests), requests[0].stop, self.runner.device
+        certain = warp.greedy or not self.sample
         watch = None if stop.confidence is None else Watch([request.stop for request in requests])
-        numbers = None
-        if not certain:
-            rngs = [request.rng for request in requests]
-            numbers = rngs[0].together(rngs, limits, self.runner.device)
-        live, lengths, out = list(range(count)), [0] * count, step(range(count), None)
-        # of each step, the texts that drafted on and what they drafted, or what it was drawn from
-        tokens, probs, logits = (list[tuple[list[int], Tensor]]() for _ in range(3))
+        rngs = [request.rng for request in requests]
+        numbers = None if certain else rngs[0].together(rngs, limits, device)
+        live, lengths, columns = list(range(count)), [0] * count, list[Column]()
+        picked: Tensor | None = None
         for at in range(max(limits)):
+            out = step(at, live, picked)
             row = in_target(out.logits, None, self.vocab)
-            prefixes = None
-            if warp.needs_prefix:
-                path = by_text(tokens, count)[upload(live, row.device)] if tokens else None
-                prefixes = Prefixes([requests[i].history for i in live], None, path)
+            prefixes = self.prefixes(requests, live, columns) if warp.needs_prefix else None
             q = row if certain else warp(row, prefixes)
             drafted = DraftedTokens(q, row, out.hidden, None, certain, out.accepted)
             if watch is not None and stop.refuse:
@@ -139,32 +145,36 @@ class ModelDrafter(Drafter):
             picked = drafted.tokens = warp.top(row, prefixes) if numbers is None else numbers.draw(q, at, live)
             if watch is not None and not stop.refuse:
                 watch.look(live, drafted)
-            tokens.append((live, picked))
-            probs += [] if certain else [(live, q)]
-            logits += [(live, row)] if raw else []
+            columns.append(Column(live, picked, None if certain else q, row if requests[0].keep_logits else None))
             for text in live:
                 lengths[text] += 1
-            done = set(watch.lengths) if watch is not None else set()
+            done = {text for text in live if limits[text] == at + 1}
+            ended = set(watch.lengths) if watch is not None else set()
             if picked.is_cpu:  # where looking at tokens is free
                 done |= {i for i, token in zip(live, picked.tolist()) if token in requests[i].state.stop_ids}
-            elif not done >= {*live}:  # all go on until none does, so that no result depends on the device's speed
-                done = set()
-            going = [place for place, text in enumerate(live) if limits[text] > at + 1 and text not in done]
+            if picked.is_cpu or ended >= {*live}:  # elsewhere no result depends on its speed
+                done |= ended
+            going = [place for place, text in enumerate(live) if text not in done]
             if not going:
                 break
             if len(going) < len(live):
-                live, picked = [live[place] for place in going], picked[upload(going, picked.device)]
-            out = step(live, picked)
+                live, picked = [live[place] for place in going], picked[upload(going, device)]
         if watch is not None:
             watch.finish()
             lengths = [min(n, watch.lengths.get(i, n)) for i, n in enumerate(lengths)]
-        if not tokens:
-            return Drafts.of([Draft(())] * count, self.runner.device)
-        drawn, unwarped = (by_text(steps, count) if steps else None for steps in (probs, logits))
-        seen = None if watch is None else [values[:n] for values, n in zip(watch.seen, lengths)]
-        return Drafts(
-            by_text(tokens, count), lengths, None, drawn, unwarped, set() if certain else {*range(count)}, seen
-        )
+        if not columns:
+            return Drafts.of([Draft(())] * count, device)
+        tokens, probs, logits = (by_text(columns, name, count) for name in ("tokens", "probs", "logits"))
+        assert tokens is not None
+        seen: Any = None if watch is None else [values[:n] for values, n in zip(watch.seen, lengths)]
+        return Drafts(tokens, lengths, None, probs, logits, confidence=seen)
+
+    @staticmethod
+    def prefixes(requests: Sequence[DraftRequest], live: Sequence[int], columns: Sequence[Column]) -> Prefixes:
+        """The tokens before the next one of each text that drafts on."""
+        tokens = by_text(columns, "tokens", len(requests)) if columns else None
+        path = None if tokens is None else tokens[upload(live, tokens.device)]
+        return Prefixes([requests[i].history for i in live], None, path)
 
     def ids(self, ids: Ids) -> Ids:
         """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
@@ -305,9 +315,8 @@ class BlockDrafter(HeadDrafter):
         at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
         if at_once and not (watched or self.warp.needs_prefix or requests[0].keep_logits):
             return Drafts(runner.likeliest(block), list(limits))
-        slots = iter(range(max(limits)))
 
-        def step(texts: Sequence[int], tokens: Tensor | None) -> Out:
-            return runner.condition(block, next(slots), texts, tokens, greedy=certain if watched else None)
+        def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
+            return runner.condition(block, at, texts, tokens, greedy=certain if watched else None)
 
         return self.chains(requests, limits, step)

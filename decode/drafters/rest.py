@@ -146,6 +146,7 @@ def heaviest_tree(rows: np.ndarray, nodes: int) -> Draft:
 class RetrievalDrafter(Drafter):
     """Drafts the heaviest continuations of the longest tail of the text that the corpus holds."""
 
+    trees = True
     store: Datastore  # the corpus
     nodes: int = 64  # most nodes in the tree
     max_span: int = 16  # longest tail looked up; shorter ones follow, down to ``min_span``

@@ -5,12 +5,11 @@ Both are functions of the text, so they are verified as deterministic drafts.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Drafts, fetch, upload
+from decode.core.draft import Draft, Drafts, fetch, upload, upload_all
 from decode.core.sampling import LogitsWarper, Prefixes
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import BlockDrafter, FeatureDrafter, HeadDrafter
@@ -38,6 +37,8 @@ class TreeDrafter(HeadDrafter):
         nodes: most nodes of the finished tree (EAGLE-2: 60).
         threshold: least cumulative probability of a node (EAGLE-2: 0).
     """
+
+    trees = True
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
         """See `ModelDrafter.drafts`."""
         runner, warp, count = self.runner, self.warp, len(requests)
-        caches, unread = [request.state.cache for request in requests], list(map(self.unread, requests))
-        feeds = upload([*chain(*unread)], runner.device).split(list(map(len, unread)))
+        caches = [request.state.cache for request in requests]
+        feeds = upload_all(list(map(self.unread, requests)), runner.device)
         out = runner.read_pairs(caches, feeds, 1)
         # of each node the state that drafts its children, which slots it sees, and the tokens down to it
         states, paths = out.hidden[:, None], feeds[0].new_empty(count, 1, 0)
@@ -143,7 +144,7 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
             return children(out.logits)
 
         roots = children(out.logits)
-        return Drafts.of(self.grow(roots, expand, limits, self.width), runner.device)
+        return Drafts.of(self.grow(roots, expand, limits, self.width), runner.device, trees=True)
 
 
 class BlockTreeDrafter(TreeDrafter, BlockDrafter):
@@ -184,4 +185,4 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
 
             found = self.children(runner.condition(block, 0, texts, None).logits, None)
             roots = found[0][:, None], found[1][:, None]
-        return Drafts.of(self.grow(roots, expand, limits, self.nodes), runner.device)
+        return Drafts.of(self.grow(roots, expand, limits, self.nodes), runner.device, trees=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.core.round import clustered_ratio
-from decode.core.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper, Prefixes
 from decode.core.verify import overlap
 from decode.measure.statistics import p_value
 from decode.models.heads.eagle import DraftHead
@@ -92,7 +92,7 @@ def offline_alphas(
     whole, numbers, found = max(depth, longest), prompt_numbers(texts), defaultdict[int, ByDraft](dict)
     for forced in teacher_forced(target, drafts, texts, depth=whole, shorter=range(1, longest)):
         place, ids, at = forced.number, texts[forced.number][0], forced.at
-        before = [ids[:i] for i in range(at.start, at.stop)] if warp.needs_prefix else None
+        before = Prefixes.of(ids[:i] for i in range(at.start, at.stop)) if warp.needs_prefix else None
         p, written = warp(forced.p, before), torch.tensor([*ids[at]], device=forced.p.device)[:, None]
         for draft, logits in forced.q.items():
             known = found[forced.length]
@@ -165,17 +165,3 @@ def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int | 
     """
     tokens, rounds = replayed(alphas, draft_length or max(DEPTH, len(alphas)))
     return tokens / max(1, sum(rounds.values()))
-
-
-def paired_lengths(
-    a: Sequence[OfflineAlpha], b: Sequence[OfflineAlpha], draft_length: int | None = None
-) -> dict[str, float]:
-    """Difference in `offline_accepted_length` of b over a on the same texts, with its standard error.
-
-    It is the difference in rounds per token times both lengths, and its error that of the rounds, paired by text.
-    """
-    draft_length = draft_length or max(DEPTH, len(a))
-    product = offline_accepted_length(a, draft_length) * offline_accepted_length(b, draft_length)
-    rounds = [[sum(text.values()) for text in rounds_of_texts(alphas, draft_length)] for alphas in (a, b)]
-    fewer, se = clustered_ratio([x - y for x, y in zip(*rounds)], a[0].counts, a[0].prompts)
-    return {"difference": product * fewer, "se": product * se}

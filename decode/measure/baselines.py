@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode.core.draft import Ids, until_end
 from decode.core.sampling import LogitsWarper
 from decode.models.api import synchronize
-from decode.models.texts import side_by_side
+from decode.writing import side_by_side
 
 
 def generate(

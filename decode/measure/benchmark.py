@@ -29,7 +29,7 @@ from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
 from decode.errors import UserError, first_line
 from decode.files import Fields
-from decode.loop import Method, decode, decode_texts, tree_error
+from decode.loop import Method, decode, decode_texts
 from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
 from decode.measure.baselines import generate
@@ -127,14 +127,13 @@ def plan(
         base, kind = replace(options or MethodOptions(), **changes), kind_of(method)
         rules = (None, None) if method in (BASELINE, *BASELINES) else (stop, rule)
         entry = BenchEntry(method, None, base, *rules, temperature)
-        trees = str(tree_error(target)) if target and not target.supports_trees else ""
         fixed = method in ("generate-assistant", "generate-prompt-lookup")
         fixed |= kind.priced and (stop or METHODS[method][1]) == "length"
         by_length = draft_lengths and fixed and "draft_length" not in changes
         lengths: Sequence[int | None] = draft_lengths if by_length else [base.draft_length]
         for draft, length in product(drafts if kind.drafts else [None], lengths):
             model = drafts[draft] if draft else None
-            parts = Parts.of_draft(model, base, datastore=True, tree_refusal=trees)
+            parts = Parts.of_draft(model, base, datastore=True, tree_error=target.tree_error if target else "")
             if why := refusal(method, parts, stop=entry.stop, rule=entry.rule):
                 refused.setdefault(spec, why)
                 continue

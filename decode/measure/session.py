@@ -17,8 +17,8 @@ from decode.measure.costs import LENGTHS, WIDE, Costs, measure_costs
 from decode.measure.suites import Prompt, Suite
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.open import DraftModel, stop_ids
-from decode.models.texts import draws_of_loop, write_texts
 from decode.models.tokens import Detokenizer, Message, chat_ids, control_token, prompt_ids, user_says
+from decode.writing import draws_of_loop, write_texts
 
 ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
 TIMED = 6  # prompts of middle length whose texts costs are timed in, unless a batch needs more

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
@@ -14,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Ids, id_tensor
+from decode.core.draft import Draft, Ids, upload
 
 Capture = tuple[int, ...]
 """Hidden states of all tokens to return, ascending: i is the state that enters layer i, the number of layers is the
@@ -98,7 +97,7 @@ class Model(ABC):
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
     outgrown: bool = False  # a text that it drafts for was longer than its context, which has been said
-    lock: Any = field(default_factory=RLock)  # held while its caches change; see `locked`
+    lock: Any = field(default_factory=RLock)  # held while its caches change
     recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
 
     @abstractmethod
@@ -132,17 +131,14 @@ class Model(ABC):
         return self.limit - len(ids)
 
     @property
-    def supports_trees(self) -> bool:
-        """Whether `forward` takes token trees."""
-        return not self.tree_refusal
-
-
-def locked(*models: Model | None) -> ExitStack:
-    """Keeps models from other threads until it is left; threads take them in one order, so that none waits forever."""
-    with ExitStack() as stack:
-        for model in sorted(filter(None, models), key=id):
-            stack.enter_context(model.lock)
-        return stack.pop_all()
+    def tree_error(self) -> str:
+        """What is wrong with a method that drafts trees for this target; empty where it reads them."""
+        if not self.tree_refusal:
+            return ""
+        return (
+            f"{self.name} cannot verify token trees: {self.tree_refusal}; use a method that drafts chains (vanilla, "
+            "eagle, prompt-lookup, layerskip)"
+        )
 
 
 PIECE = 512  # most tokens of a prompt that are read in one forward
@@ -156,7 +152,7 @@ def read_prompt(
     `each` is given the captured states ``[tokens, captured layers · width]`` of every piece, if any.
     """
     for at in range(0, len(ids), PIECE):
-        tokens = id_tensor(ids[at : at + PIECE]).to(model.device)
+        tokens = upload(ids[at : at + PIECE], model.device)
         out = model.forward([Read(cache, tokens)], capture=capture, last=0)
         if each is not None and out.captured is not None:
             each(out.captured)

@@ -34,7 +34,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
 
     Families that the hand-written forward knows use it; all other models (other families, adapters, quantised weights,
     models spread over devices) use the ordinary model call. Either is checked first (see `compare`). Where only trees
-    fail, `Model.supports_trees` is false. The hand-written forward may copy weights: open the model anew once they
+    fail, `Model.tree_refusal` says why. The hand-written forward may copy weights: open the model anew once they
     have changed.
 
     Args:
@@ -71,7 +71,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
             "bidirectional (BERT without is_decoder), keeps a state that is not in its cache, or computes one token "
             "otherwise than several (Mamba's first version; Nemotron-H and Zamba 2 with a time_step_min above 1e-6)",
         )
-    if runner.supports_trees and not gaps.tree < tolerance:
+    if not runner.tree_refusal and not gaps.tree < tolerance:
         runner.tree_refusal = gaps.tree_error or "a tree's branches get other logits than the texts they stand for"
     return runner
 
@@ -192,7 +192,7 @@ def _compare(model: PreTrainedModel, runner: Model, window: int) -> Gaps:
     for text, begin, stop in pieces:
         cache.truncate(begin)
         gaps.chain = max(gaps.chain, gap(fresh[text, begin:stop], texts[text, begin:stop]))
-    if runner.supports_trees:
+    if not runner.tree_refusal:
         try:
             cache.truncate(start)
             # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
@@ -202,7 +202,7 @@ def _compare(model: PreTrainedModel, runner: Model, window: int) -> Gaps:
             feed = torch.cat([ids[start : start + 1], torch.tensor(tree.ids).to(runner.device)])
             expected = torch.cat([fresh[0, start : start + 3], fresh[1, start + 1 : start + 4]])
             gaps.tree = gap(expected, feed, tree, [0, 1, 3, 2, 4, 5])
-            cache.keep(start, [start, start + 2, start + 4, start + 5])
+            runner.keep([cache], [start], [[start, start + 2, start + 4, start + 5]])
             gaps.tree = max(gaps.tree, gap(fresh[1, start + 4 :], texts[1, start + 4 :]))
         except Exception as error:  # a family's forward may not be made for trees in many ways
             gaps.tree = torch.inf

@@ -17,9 +17,9 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
-from decode.models.texts import GROUP
 from decode.models.tokens import added_ids, plain_ids, written_ids
 from decode.progress import current
+from decode.writing import GROUP
 from distill.config.base import Values
 from distill.config.data import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
-from decode.models.texts import uniform_draws, write_texts
 from decode.progress import current
+from decode.writing import uniform_draws, write_texts
 from distill.engine.servers import Engine, answer_ids, in_flight, request_seed
 from distill.engine.states import StateFiles
 from distill.kept import Kept

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
-from decode.models.texts import uniform_draws
+from decode.writing import uniform_draws
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
@@ -23,7 +23,7 @@ from distill.data.dataset import Batch, Examples, Picks, Schedule
 from distill.responses.target import LEARNED
 
 Writer = Callable[..., list[Ids]]
-"""Continues prompts with the draft's weights of the moment; called as `decode.models.texts.write_texts`."""
+"""Continues prompts with the draft's weights of the moment; called as `decode.writing.write_texts`."""
 Place = tuple[int, int]  # a step, and the place of an example in it
 
 

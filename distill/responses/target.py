@@ -18,9 +18,9 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.measure.suites import Row
 from decode.models.open import files_of, stop_ids
-from decode.models.texts import GROUP
 from decode.models.tokens import REASONING, end_token, plain_ids
 from decode.progress import working
+from decode.writing import GROUP
 from distill import ranks
 from distill.data.chat import IGNORE, ChatFormat, Ids, prompt_part
 from distill.data.corpus import COLUMNS

@@ -207,7 +207,7 @@ def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
         (method, name, MethodOptions(draft_length=k), f"{name} {k}")
         for name in run.drafts if name not in untrained for k in lengths
     ]  # fmt: skip
-    if student.draft.trees and session.runner.supports_trees:
+    if student.draft.trees and not session.runner.tree_refusal:
         tree = MethodOptions(draft_length=longest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
         of = dict.fromkeys((run.trained[0], best))
         timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in of]

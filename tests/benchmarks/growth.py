@@ -34,8 +34,8 @@ from decode.measure.acceptance import offline_alphas
 from decode.models.check import open_runner
 from decode.models.fast.cache import KVCache, NewTokens, Row
 from decode.models.fast.forward import fast_runner
-from decode.models.texts import draws_of_loop, write_texts
 from decode.models.tokens import StopStrings
+from decode.writing import draws_of_loop, write_texts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tokenizers_of_kinds import byte_level
@@ -123,6 +123,8 @@ def budget(tokens: int) -> dict[str, float]:
 
 class Wide(NoDrafter):
     """Drafts a tree of 60 nodes."""
+
+    trees = True
 
     def draft(self, request: Any) -> Draft:
         return Draft(list(range(60)), [i - 3 if i > 2 else -1 for i in range(60)])

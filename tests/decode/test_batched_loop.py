@@ -134,7 +134,7 @@ WARP = LogitsWarper(temperature=1.3, top_k=2)
 
 @pytest.mark.parametrize(
     ("family", "runner", "tokens"),
-    [("llama", fast_runner, 3), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
+    [("llama", fast_runner, 2), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
 )
 def test_two_texts_are_lossless_together_through_real_caches(
     family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, double, tmp_path

@@ -135,6 +135,7 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
         return logits
 
     class Plan(NoDrafter):
+        trees = True
         drafts = (Draft([1, 2, 9], [-1, 0, 1]), Draft(()), Draft([7, 5, 6, 7], [-1, -1, 1, 2]))
 
         def start(self, prompt):  # type: ignore[no-untyped-def]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -60,20 +59,10 @@ def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([text])).logits[0, len(PROMPT) - 1 : -1]
     warp = LogitsWarper(**{"temperature": 1.0} | settings)
-    p = warp(logits, [text[:i] for i in range(len(PROMPT), len(text))])
+    p = warp(logits, Prefixes.of(text[:i] for i in range(len(PROMPT), len(text))))
     assert torch.equal(p > 0, wanted > 0)
     assert torch.allclose(p, wanted, atol=1e-5)
     assert ((wanted > 0).sum(-1) < VOCAB).any() == bool({"top_k", "top_p", "min_p"} & settings.keys())
-
-
-class Counting(LogitsWarper):
-    """Counts the rows that it is asked for."""
-
-    rows = 0
-
-    def __call__(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None = None) -> Tensor:
-        self.rows += len(logits)
-        return super().__call__(logits, prefixes)
 
 
 def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() -> None:
@@ -87,8 +76,10 @@ def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() ->
 def test_a_warp_leaves_the_logits_it_was_given_alone() -> None:
     logits = torch.randn(2, 8)
     before = logits.clone()
-    LogitsWarper(temperature=0.5, top_k=3, top_p=0.8, min_p=0.1, repetition_penalty=2.0)(logits, [[1, 2], [3]])
-    LogitsWarper(repetition_penalty=2.0)(logits, [[1, 2], [3]])
+    LogitsWarper(temperature=0.5, top_k=3, top_p=0.8, min_p=0.1, repetition_penalty=2.0)(
+        logits, Prefixes.of([[1, 2], [3]])
+    )
+    LogitsWarper(repetition_penalty=2.0)(logits, Prefixes.of([[1, 2], [3]]))
     assert torch.equal(logits, before)
 
 
@@ -122,18 +113,6 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
     distributions = one_hot(argmax(rows), rows)
     assert distributions.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(distributions, LogitsWarper()(rows))
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_of_a_copy_only_the_rows_that_sampling_reaches_are_warped(penalty: float, tiny) -> None:
-    warp = Counting(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
-    system = build("prompt-lookup", MethodInputs(open_runner(tiny("llama")), warp))
-    drafted = 0
-    for result in rounds_of(open_runner(tiny("llama")), system, warp, PROMPT * 3, max_new_tokens=30):
-        assert warp.rows == result.accepted + 1
-        warp.rows = 0
-        drafted += result.drafted
-    assert drafted > 0
 
 
 @pytest.mark.parametrize("method", ["vanilla", "eagle-tree", "autoregressive"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.core.round import Round
-from decode.core.sampling import LogitsWarper, Rng
+from decode.core.sampling import LogitsWarper, Prefixes, Rng
 from decode.loop import Method, decode, decode_texts
 from decode.models.api import Cache, Model, Out, Read
 
@@ -258,8 +258,8 @@ class Experiment:
     def next_distribution(self, text: list[int]) -> Tensor:
         """The target's warped distribution after `text`, from a forward over the whole of it."""
         if self.forward is not None:
-            return self.warp(self.forward(text)[None], [text])[0]
-        return self.warp(next_logits(self.target, text)[None], [text])[0]
+            return self.warp(self.forward(text)[None], Prefixes.of([text]))[0]
+        return self.warp(next_logits(self.target, text)[None], Prefixes.of([text]))[0]
 
     @property
     def drafted(self) -> set[int]:
@@ -279,7 +279,7 @@ def joint_bias(
         return tuple(token for text in texts for token in [*text.new_ids, -1])
 
     def next_distribution(text: list[int]) -> torch.Tensor:
-        return warp(next_logits(target, text)[None], [text])[0]
+        return warp(next_logits(target, text)[None], Prefixes.of([text]))[0]
 
     found = enumerate_runs(run)
     assert abs(sum(found.values()) - 1) < 1e-12

@@ -13,7 +13,7 @@ from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.loop import Method, Text, run
 from decode.models import api
 from decode.models.api import Model, Out, Read
-from decode.models.texts import Draws, uniform_draws
+from decode.writing import Draws, uniform_draws
 
 
 class Reader:

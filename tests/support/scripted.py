@@ -20,6 +20,7 @@ from decode.drafters.rest import Datastore, RetrievalDrafter, save_datastore
 class RandomTree(NoDrafter):
     """A deterministic tree of any shape, another one for every text."""
 
+    trees = True
     vocab: int
     nodes: int = 6
     seed: int = 0
@@ -43,6 +44,7 @@ class RandomTree(NoDrafter):
 class Oracle(NoDrafter):
     """Knows the text that greedy decoding will produce and drafts from it, well or badly."""
 
+    trees = True
     text: list[int]
     how: str
     vocab: int

@@ -9,13 +9,14 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decode.core.draft import upload, upload_all
 from decode.models.api import GROWTH, Cache, free_memory, joined
 
 PADDED = 32
@@ -104,7 +105,7 @@ class KVCache:
             if slot != base + i
         ]
         if moves:
-            rows, old, new = upload(list(zip(*moves)), self.tensor.device)
+            rows, old, new = upload_all(list(zip(*moves)), self.tensor.device)
             self.tensor[:, rows, :, new] = self.tensor[:, rows, :, old]
 
     def compact(self) -> None:
@@ -145,10 +146,6 @@ class Row(Cache):
         self.ahead = []
         self.length = min(length, self.length)
 
-    def gather(self, base: int, slots: list[int]) -> None:
-        """See `Cache.gather`."""
-        self.memory.gather([self], [base], [slots])
-
     def close(self) -> None:
         """Free the row; memory of several rows, or of a long text, is given back when no other text needs it."""
         rows = self.memory.rows
@@ -178,17 +175,6 @@ class NewTokens:
     def positions(self) -> Sequence[int]:
         """Positions of the tokens in their text."""
         return range(self.start, self.end) if self.depths is None else [self.start + depth for depth in self.depths]
-
-
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device that the host does not wait for."""
-    pinned = values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values
-    return pinned.to(device, non_blocking=True)
-
-
-def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Lists of integers as tensors on a device, by one copy."""
-    return list(send(torch.tensor(list(chain(*lists))), device).split(list(map(len, lists))))
 
 
 def queries(new: Sequence[NewTokens], width: int) -> list[list[int]]:
@@ -242,9 +228,9 @@ def attention_masks(
         if text.seen is None:
             mask[..., end - width :] = like.new_full((width, width), -torch.inf).triu_(1)
         else:
-            mask[..., end - text.seen.shape[1] :].masked_fill_(send(~text.seen, like.device), -torch.inf)
+            mask[..., end - text.seen.shape[1] :].masked_fill_(upload(~text.seen, like.device, torch.bool), -torch.inf)
         return [(first, mask[..., first:].view(1, 1, groups * width, end - first)) for first in firsts]
-    places = places or upload(queries(new, width)[1:], like.device)
+    places = places or upload_all(queries(new, width)[1:], like.device)
     slot, last, at = (index.view(len(new), width) for index in places)
     slots = torch.arange(end, device=like.device)
     hidden, positions = slots > last[..., None], slots  # [batch, width, end], [end]
@@ -258,7 +244,7 @@ def attention_masks(
                 rows[: text.count, most + 1 - text.seen.shape[1] :] = ~text.seen
                 rows[text.count :] = rows[text.count - 1]
         back = (slots - last[:, -1:] + most).clamp_(0, most)  # [batch, end]
-        hidden |= send(among, like.device).gather(2, back[:, None].expand(-1, width, -1))
+        hidden |= upload(among, like.device, torch.bool).gather(2, back[:, None].expand(-1, width, -1))
         moved = F.pad(at - slot, (1, 0))  # positions of new tokens, less their slots
         positions = slots + moved.gather(1, (slots - slot[:, :1] + 1).clamp_(0, width))[:, None]  # [batch, 1, end]
     masks: Masks = []
@@ -326,7 +312,7 @@ class OneText:
         if text.depths is None:
             self.rotary = [table.narrow(0, text.start, text.count) for table in rotary]
         else:
-            (at,) = upload([text.positions()], like.device)
+            at = upload(text.positions(), like.device)
             self.rotary = [table.index_select(0, at) for table in rotary]
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:
@@ -381,7 +367,7 @@ class RaggedBatch:
         for run in runs:
             lists += queries(run, max(text.count for text in run))
             lists += map(list, zip(*((row, i) for row, text in enumerate(run) for i in range(text.count))))
-        positions, self.rows, self.slots, self.last, *indices = upload(lists, like.device)
+        positions, self.rows, self.slots, self.last, *indices = upload_all(lists, like.device)
         self.rotary = [table.index_select(0, positions) for table in rotary]
         self.heads = torch.arange(heads, device=like.device)[:, None]
         # of each run: rows of the cache, slots in use, its tokens, where texts are padded the token of each query and

@@ -269,7 +269,7 @@ class FastRunner(RowRunner):
         network, tokens, new = self.network, [read.tokens for read in reads], []
         for read in reads:
             cache, tree = read.cache, read.tree
-            new.append(NewTokens(cache, cache.length if exit_layer is None else cache.known, len(read.tokens)))
+            new.append(NewTokens(cache, cache.length if exit_layer is None else cache.known, read.tokens.shape[0]))
             if tree is not None:
                 new[-1].depths, new[-1].seen = [0, *tree.depths()], tree.visible()
         placed, captured = network.place(new), None

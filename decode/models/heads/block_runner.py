@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.draft import upload_all
 from decode.core.sampling import argmax
 from decode.models.api import PIECE, Out, joined
-from decode.models.fast.cache import NewTokens, Views, upload
+from decode.models.fast.cache import NewTokens, Views
 from decode.models.fast.forward import Placed
 from decode.models.fast.layout import Layer
 from decode.models.fast.weights import Linear, norm
@@ -54,15 +54,8 @@ class BlockRunner(DraftHeadRunner):
         self.bias: Linear | None = None
         if head.markov_head is not None:  # of which a selector reads single rows
             self.bias = (Linear if head.candidates else make)(head.markov_head.markov_w2.weight)
-        self.convs = [(self._conv(layer.attention_conv), self._conv(layer.mlp_conv)) for layer in layers]
+        self.convs = [(layer.attention_conv, layer.mlp_conv) for layer in layers]
         self.packing = make.sentence()
-
-    def _conv(self, conv: Any) -> Any:
-        """A convolution as `convolved` reads it."""
-        if conv is None:
-            return None
-        kernel = self.make(conv.kernel_projection.weight)
-        return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=kernel)
 
     def remaining(self, ids: Sequence[int]) -> int:
         """See `Model.remaining`; no more than a block drafts."""
@@ -111,7 +104,7 @@ class BlockRunner(DraftHeadRunner):
             used += range(i * (most + first), i * (most + first) + n)
             numbers += range(n)
             drafting += [slot + min(first + j, n - 1) for j in range(most)]
-        lists = upload([pending, reads, slots, used, numbers, drafting], self.device)
+        lists = upload_all([pending, reads, slots, used, numbers, drafting], self.device)
         anchors, of_features, of_slots, places, in_block, drawn = lists
         x = network.embed(head.tokens(anchors, most).flatten().index_select(0, places))
         y = x.new_empty(len(reads) + len(slots), x.shape[1])
@@ -185,7 +178,7 @@ class BlockRunner(DraftHeadRunner):
         head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
         anchors = block.anchors
         if len(texts) < len(logits):
-            (at,) = upload([texts], self.device)
+            (at,) = upload_all([texts], self.device)
             logits, hidden, anchors = (x.index_select(0, at) for x in (logits, hidden, anchors))
         tokens = anchors if tokens is None else tokens
         if tokens.dim() > 1:

@@ -177,8 +177,9 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -
                 assert joint_bias(runner, method, warp, [PROMPT, [2, 7]], 2) < 1e-12, name
 
 
-@pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2], KINDS[4]])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("family", "version", "shape"), [*(("llama", *KINDS[i]) for i in (0, 2, 4)), ("gpt_neox", *KINDS[2])]
+)
 def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[str, Any], tiny) -> None:
     target = tiny(family)
     runner, head = open_runner(target), BlockRunner(make_block_head(target, version, **shape), target)
@@ -206,7 +207,6 @@ WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention",
     [
         ("dspark", {}),
         ("dflash2", WINDOWED),
-        ("dflash2", {"draft_vocab": 24}),
         ("dflash2", WINDOWED | {"draft_vocab": 24}),
     ],
 )
@@ -272,7 +272,7 @@ class SeesItsToken(BlockDrafter):
             kept = row.topk(self.runner.head.candidates - 1).indices
             q = torch.zeros_like(row).index_copy(0, kept, row[kept]).index_copy(0, tokens[-1], row[tokens[-1]])
             rows.append(q / q.sum())
-        return Drafts(torch.stack(tokens, 1), list(limits), None, torch.stack(rows)[None], None, {0})
+        return Drafts(torch.stack(tokens, 1), list(limits), None, torch.stack(rows)[None])
 
 
 def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> None:
@@ -294,7 +294,7 @@ def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(versio
     p = response_logits(target, ids, start).softmax(-1)
     lengths = {head.drafts: found} | found[0].shorter
     assert sorted(lengths) == list(range(1, head.drafts + 1))
-    for (count, by_depth), row in product(lengths.items(), range(4)):
+    for (count, by_depth), row in product(lengths.items(), (0, 3)):
         for i, alpha in enumerate(by_depth):
             anchor = start + row - i - 1
             if anchor < 0:

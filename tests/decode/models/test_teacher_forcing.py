@@ -13,10 +13,12 @@ from heads import make_block_head, make_head
 from plain_logits import draft_logits, head_logits, response_logits
 from reading import draws_named
 
+from decode import writing
 from decode.core.sampling import LogitsWarper
 from decode.measure.acceptance import offline_alphas
 from decode.models import texts
-from decode.models.texts import teacher_forced, write_texts
+from decode.models.texts import teacher_forced
+from decode.writing import write_texts
 
 TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
 """The second has no response."""
@@ -84,5 +86,5 @@ def test_a_model_that_ignores_logits_to_keep_gets_the_same_rows(tiny, monkeypatc
     monkeypatch.setattr(target, "forward", swallowing)
     for seen, rows in zip(teacher_forced(target, {}, TEXTS), wanted):
         torch.testing.assert_close(seen.p, rows, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(texts, "fast_if_equal", lambda *_: None)
+    monkeypatch.setattr(writing, "fast_if_equal", lambda *_: None)
     assert write_texts(target, [[3, 7], [5]], LogitsWarper(), **options) == written

@@ -12,14 +12,15 @@ from greedy import generate
 from reading import draws_named
 from transformers import MptConfig, PreTrainedModel
 
+from decode import writing
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.errors import UserError
 from decode.loop import decode
 from decode.methods import MethodInputs, build
-from decode.models import api, huggingface, texts
+from decode.models import api, huggingface
 from decode.models.check import open_runner
 from decode.models.fast import forward
-from decode.models.texts import draws_of_loop, write_texts
+from decode.writing import draws_of_loop, write_texts
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -88,8 +89,7 @@ def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
     tiny: Tiny, warp: LogitsWarper, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, dice = tiny("llama"), random.Random(0)
-    monkeypatch.setattr(texts, "PROMPT_TOKENS", 30)  # longer prompts are read in pieces
-    monkeypatch.setattr(api, "PIECE", 20)
+    monkeypatch.setattr(api, "PIECE", 20)  # longer prompts are read in pieces
     lengths = [3, 40, 8, 1, 25, 13, 13, 2, 60, 5, 9]
     prompts = [[dice.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
@@ -108,7 +108,7 @@ def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
 def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     plain = [written(model, warp) for warp in (GREEDY, SAMPLED)]
-    monkeypatch.setattr(texts, "PACKED", 0)
+    monkeypatch.setattr(writing, "PACKED", 0)
     model.train()
     assert [written(model, warp) for warp in (GREEDY, SAMPLED)] == plain
     assert model.training
@@ -118,10 +118,8 @@ def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_no_more_texts_are_written_at_once_than_memory_holds(tiny: Tiny, family: str, monkeypatch) -> None:
     model, rows = tiny(family), []
-    wanted, grow = written(model, SAMPLED), texts._Writer.grow
-    monkeypatch.setattr(
-        texts._Writer, "grow", lambda self, live, logits: rows.append(len(live)) or grow(self, live, logits)
-    )
+    wanted, call = written(model, SAMPLED), LogitsWarper.__call__
+    monkeypatch.setattr(LogitsWarper, "__call__", lambda self, *of: rows.append(len(of[0])) or call(self, *of))
     size = huggingface.facts_of(model)["cache_bytes_per_token"]
     monkeypatch.setattr(api, "free_memory", lambda device: 2.5 * api.GROWTH * 20 * size)
     with pytest.warns(UserWarning, match="memory holds 2 texts of 20 tokens; writing 2 instead of 4"):

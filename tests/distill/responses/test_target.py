@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.models.texts import write_texts
+from decode.writing import write_texts
 from distill import ranks
 from distill.checks import check_engine
 from distill.config import Settings
