@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from decode.drafters.probe import KINDS
 from decode.files import Fields
-from decode.measure.benchmark import BenchEntry, Benchmark, Record, paired_ratios
+from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval, plain
 from decode.measure.suites import Prompt, Suite
@@ -32,54 +32,32 @@ EXITS = 3  # exits that all methods try: those at which drafts of LENGTHS[1] tok
 FEW, TRIED = 3, 12  # validation prompts on which all settings are tried, and the fastest of them
 
 
-def setting(method: str, exit_layer: int, draft_length: int, threshold: float | None = None) -> BenchEntry:
+def setting(
+    shared: BenchEntry, method: str, exit_layer: int, draft_length: int, threshold: float | None = None
+) -> BenchEntry:
     """Return a method with its options as the line of a benchmark; without a threshold drafts have one length."""
     name = f"{method} E{exit_layer} k{draft_length}" + ("" if threshold is None else f" γ{threshold:g}")
-    options = MethodOptions(exit_layer=exit_layer, draft_length=draft_length, threshold=threshold)
-    return BenchEntry(method, options=options, name=name)
+    options = replace(shared.options, exit_layer=exit_layer, draft_length=draft_length, threshold=threshold)
+    return replace(shared, method=method, options=options, name=name)
 
 
-def settings_of(method: str, exits: Sequence[int]) -> list[BenchEntry]:
-    """Return all settings of a method that are tried at these exits."""
-    if method == "layerskip":
-        return [setting(method, e, k) for e, k in product(exits, LENGTHS)]
-    return [setting(method, e, WINDOW, t) for e, t in product(exits, THRESHOLDS)]
+def all_settings(shared: BenchEntry, exits: Sequence[int]) -> list[BenchEntry]:
+    """Return all settings of all methods that are tried at these exits."""
+    settings = [setting(shared, "layerskip", e, k) for e, k in product(exits, LENGTHS)]
+    return settings + [setting(shared, m, e, WINDOW, t) for m, e, t in product(METHODS[1:], exits, THRESHOLDS)]
 
 
-def fastest(settings: Sequence[BenchEntry], rows: Sequence[Fields], count: int) -> list[BenchEntry]:
-    """Return the fastest settings of each method; a stop rule is steered to the acceptance that it had."""
-    by_name, kept = {row["name"]: row for row in rows}, list[BenchEntry]()
+def fastest(settings: Sequence[BenchEntry], rows: dict[str, Fields], count: int) -> list[BenchEntry]:
+    """Return the fastest settings of each method by their rows; a stop rule is steered to the acceptance it had."""
+    kept = list[BenchEntry]()
     for method in dict.fromkeys(entry.method for entry in settings):
         same = [entry for entry in settings if entry.method == method]
-        for entry in sorted(same, key=lambda e: by_name[e.name]["speedup"] or 0.0, reverse=True)[:count]:
-            accepted, options = by_name[entry.name]["accepted_per_drafted"], entry.options
+        for entry in sorted(same, key=lambda e: rows[e.name]["speedup"] or 0.0, reverse=True)[:count]:
+            accepted, options = rows[entry.name]["accepted_per_drafted"], entry.options
             if options.threshold is not None and options.target_acceptance is None and accepted is not None:
                 options = replace(options, target_acceptance=min(0.99, max(0.01, accepted)))
             kept.append(replace(entry, options=options))
     return kept
-
-
-class Trials:
-    """Decodes prompts without a draft, by ``generate`` and with settings, once each."""
-
-    def __init__(self, run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSettings) -> None:
-        how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=run.settings.threads)
-        self.session = Session(model, None, run.tokenizer, how)
-        self.probes, self.mode = str(run.folder / "probes"), mode
-
-    def __call__(self, suite: Suite, settings: Sequence[BenchEntry]) -> tuple[list[Fields], dict[str, Record]]:
-        """Return rows as those of `decode bench`, and the records, by name."""
-        benchmark, temperature = Benchmark(self.session), self.mode.warp.temperature
-        options = [replace(entry.options, probes=self.probes) for entry in settings]
-        entries = [replace(e, options=o, temperature=temperature) for e, o in zip(settings, options, strict=True)]
-        rows = benchmark.run([suite], entries)
-        return rows, {name: record for (*_, name), record in benchmark.records.items()}
-
-    def validation(self, count: int) -> Suite:
-        """Return prompts by which settings are chosen."""
-        texts = self.mode.texts["validation"][:count]
-        prompts = [Prompt(str(i), "", "", ids=tuple(ids[:n])) for i, (ids, n) in enumerate(texts)]
-        return Suite("validation", prompts, None)
 
 
 def best_settings(
@@ -92,26 +70,34 @@ def best_settings(
         ``target_acceptance``, ``tried`` (settings of the method that were tried) and ``speedup_vs_layerskip`` with its
         interval; and rows of the settings that were tried on validation prompts, the last measurement of each.
     """
-    trials, tried = Trials(run, model, mode, options), dict[str, Fields]()
+    warp = mode.warp
+    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=warp, threads=run.settings.threads)
+    session, tried = Session(model, None, run.tokenizer, how), dict[str, Fields]()
+    folder = MethodOptions(probes=str(run.folder / "probes"))
+    shared = BenchEntry("layerskip", options=folder, temperature=warp.temperature)
 
-    def narrowed(settings: Sequence[BenchEntry], prompts: int, count: int) -> list[BenchEntry]:
-        rows, _ = trials(trials.validation(prompts), settings)
-        by_name = {entry.name: entry for entry in settings}
-        tried.update({row["name"]: described(row, by_name[row["name"]]) for row in rows if row["name"] in by_name})
-        return fastest(settings, rows, count)
+    def narrowed(settings: Sequence[BenchEntry], count: int, most: int) -> list[BenchEntry]:
+        """Return the fastest ones of each method on so many validation prompts."""
+        texts = mode.texts["validation"][:count]
+        prompts = [Prompt(str(i), "", "", ids=tuple(ids[:n])) for i, (ids, n) in enumerate(texts)]
+        rows = {row["name"]: row for row in Benchmark(session).run([Suite("validation", prompts, None)], settings)}
+        tried.update({entry.name: described(rows[entry.name], entry) for entry in settings})
+        return fastest(settings, rows, most)
 
     if len(exits) > EXITS:
-        kept = narrowed([setting("layerskip", e, LENGTHS[1]) for e in exits], FEW, EXITS)
-        exits = sorted(e for e in exits if any(entry.options.exit_layer == e for entry in kept))
-    settings = [entry for method in METHODS for entry in settings_of(method, exits)]
-    settings = narrowed(narrowed(settings, FEW, options.confirm), TRIED, 1)
-    rows, records = trials(test_suite(run.corpus, run.settings.data.source, options.bench_prompts), settings)
+        kept = narrowed([setting(shared, "layerskip", e, LENGTHS[1]) for e in exits], FEW, EXITS)
+        exits = sorted(entry.options.exit_layer or 0 for entry in kept)
+    settings = narrowed(narrowed(all_settings(shared, exits), FEW, options.confirm), TRIED, 1)
+    benchmark = Benchmark(session)
+    rows = benchmark.run([test_suite(run.corpus, run.settings.data.source, options.bench_prompts)], settings)
+    records = {name: record for (*_, name), record in benchmark.records.items()}
     by_name, counts = {entry.name: entry for entry in settings}, Counter(row["method"] for row in tried.values())
     (reference,) = (records[entry.name] for entry in settings if entry.method == "layerskip")
     for row in rows:
-        row |= described(row, by_name.get(row["name"])) | {"top_p": mode.warp.top_p, "tried": counts.get(row["method"])}
-        if records[row["name"]].texts and reference.texts:
-            middle, interval = median_interval(paired_ratios(records[row["name"]], reference))
+        record = records[row["name"]]
+        row |= described(row, by_name.get(row["name"])) | {"top_p": warp.top_p, "tried": counts.get(row["method"])}
+        if record.texts and reference.texts:
+            middle, interval = median_interval(paired_ratios(record, reference))
             row |= {"speedup_vs_layerskip": middle, "speedup_vs_layerskip_ci95": interval}
     return [plain(row) for row in rows], [plain(row) for row in tried.values()]
 

@@ -111,23 +111,26 @@ def collect(
         generator = torch.Generator().manual_seed((seed * 1_000_003 + len(order)) % (1 << 63))
         order = order[len(chosen) :]
         last, states = read([texts[i][0][:-1] for i in chosen], exits)
-        columns = [torch.arange(max(0, texts[i][1] - 1), len(texts[i][0]) - 1) for i in chosen]
-        columns = [at[torch.randperm(len(at), generator=generator)[:most].sort().values] for at in columns]
-        rows = torch.cat([torch.full_like(at, row) for row, at in enumerate(columns)])
-        for row, at in zip(*(values.split(max(1, BLOCK // head.vocab)) for values in (rows, torch.cat(columns)))):
-            places = [(texts[chosen[r]], c) for r, c in zip(row.tolist(), at.tolist())]
-            where = row.to(last.device), at.to(last.device)
-            p = mode.probabilities(head(last[where]), places)
-            seen: list[tuple[Tensor, ...]] = []
+        places = list[tuple[int, int]]()  # in the batch: the row and the position
+        for row, i in enumerate(chosen):
+            at = torch.arange(max(0, texts[i][1] - 1), len(texts[i][0]) - 1)
+            at = at[torch.randperm(len(at), generator=generator)[:most].sort().values]
+            places += [(row, position) for position in at.tolist()]
+        size = max(1, BLOCK // head.vocab)
+        for start in range(0, len(places), size):
+            block = places[start : start + size]
+            where = tuple(torch.tensor(block, device=last.device).T)
+            prefixes = [(texts[chosen[row]], position) for row, position in block]
+            p = mode.probabilities(head(last[where]), prefixes)
+            exits_of_block: list[tuple[Tensor, ...]] = []
             for layer in exits:
                 state = norm(states[layer][where])
                 logits = head(state)
-                tokens, label, outcome = label_drafts(p, mode.probabilities(logits, places), mode, generator)
+                tokens, label, outcome = label_drafts(p, mode.probabilities(logits, prefixes), mode, generator)
                 inputs = torch.cat([state.float(), confidence_features(logits, tokens)], -1)
-                seen.append((inputs.cpu(), label.cpu(), outcome.cpu()))
-            parts.append((*map(torch.stack, zip(*seen)), torch.tensor(chosen)[row]))
+                exits_of_block.append((inputs.cpu(), label.cpu(), outcome.cpu()))
+            parts.append((*map(torch.stack, zip(*exits_of_block)), torch.tensor([chosen[row] for row, _ in block])))
         current().advance(len(chosen))
-    text = torch.cat([part[3] for part in parts])
-    place = text.argsort(stable=True)
-    inputs, labels, outcome = (torch.cat([part[i] for part in parts], 1)[:, place] for i in range(3))
-    return Features(list(exits), inputs, labels, outcome, text[place])
+    inputs, labels, outcome = (torch.cat([part[i] for part in parts], 1) for i in range(3))
+    text, place = torch.cat([part[3] for part in parts]).sort(stable=True)
+    return Features(list(exits), inputs[:, place], labels[:, place], outcome[:, place], text)

@@ -1,6 +1,6 @@
 """Training, calibration and evaluation of the linear probes of all exit layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import brier_score_loss, roc_auc_score
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -16,47 +15,14 @@ from torch.utils.data import DataLoader
 from decode.core.round import clustered_ratio
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
-from decode.files import Fields, scratch_folder
+from decode.files import Fields
 from distill.config import TrainerSettings
 from distill.kinds.block import calibration_error
 from distill.training.trainer import quiet
 from probes.features import EXTRAS, Features
-from probes.module import Batch, ProbeModule
+from probes.module import ProbeModule
 
 EPOCHS = 15
-LARGE = 1 << 28  # numbers in the inputs above which a GPU is used where there is one
-
-
-def fit(
-    module: ProbeModule,
-    train: Batch,
-    validation: Batch,
-    settings: TrainerSettings,
-    work: Path,
-    logger: Logger | None = None,
-) -> None:
-    """Train the module by Lightning, from the checkpoint in ``work`` if a killed training has left one.
-
-    The callbacks of the settings take part, and the accelerator is theirs where there is much to read.
-    """
-    last = work / "last.ckpt"
-    keep = ModelCheckpoint(work, "last", save_on_train_epoch_end=True, enable_version_counter=False)
-    with quiet():
-        trainer = L.Trainer(
-            accelerator=settings.accelerator if train[0].numel() > LARGE else "cpu",
-            devices=1,
-            max_epochs=EPOCHS,
-            logger=logger or False,
-            callbacks=[*settings.callback_instances(), keep],
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=work,
-        )
-        tokens, held = (DataLoader([batch], batch_size=None) for batch in (train, validation))  # type: ignore[arg-type, var-annotated]
-        trainer.fit(module, tokens, held, ckpt_path=last if last.exists() else None)
-        trainer.validate(module, held, verbose=False)  # a training that had ended before the kill validates nothing
 
 
 def train_probes(
@@ -64,11 +30,11 @@ def train_probes(
     validation: Features,
     label: str,
     l2: Sequence[float],
-    settings: TrainerSettings | None = None,
-    work: Path | None = None,
+    settings: TrainerSettings,
+    work: Path,
     logger: Logger | None = None,
 ) -> list[AcceptanceProbe]:
-    """Fit probes by binary cross-entropy for every exit and kind.
+    """Fit probes by binary cross-entropy for every exit and kind, by Lightning, from a checkpoint that a kill has left.
 
     Of the penalties ``l2`` each probe takes the one with the least validation loss, and is calibrated there.
 
@@ -78,7 +44,7 @@ def train_probes(
         label: What the labels are: see `probes.labels`.
         l2: Penalties.
         settings: Accelerator and callbacks.
-        work: Folder of checkpoints; None: a temporary one.
+        work: Folder of the checkpoint.
         logger: Where the losses are logged.
 
     Raises:
@@ -94,14 +60,33 @@ def train_probes(
     mean, scale = train.inputs.mean(1, keepdim=True), train.inputs.std(1, keepdim=True).clamp_min(1e-6)
     tokens, held = (((part.inputs - mean) / scale, part.labels) for part in (train, validation))
     module = ProbeModule(len(train.exits), train.inputs.shape[-1] - EXTRAS, l2, rates)
-    with scratch_folder() as scratch:
-        fit(module, tokens, held, settings or TrainerSettings(), work or scratch, logger)
+    last = work / "last.ckpt"
+    keep = ModelCheckpoint(work, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+    with quiet():
+        trainer = L.Trainer(
+            accelerator=settings.accelerator,
+            devices=1,
+            max_epochs=EPOCHS,
+            logger=logger or False,
+            callbacks=[*settings.callback_instances(), keep],
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=work,
+        )
+        learned, judging = (DataLoader([batch], batch_size=None) for batch in (tokens, held))  # type: ignore[arg-type, var-annotated]
+        trainer.fit(module, learned, judging, ckpt_path=last if last.exists() else None)
+        trainer.validate(module, judging, verbose=False)  # a training that had ended before the kill validates nothing
+    weights = module.best()
+    weights[..., :-1] /= scale
+    weights[..., -1] -= (weights[..., :-1] * mean).sum(-1)
     probes = list[AcceptanceProbe]()
-    for layer, weights, shift, width in zip(train.exits, module.best(), mean[:, 0], scale[:, 0]):
-        for kind, weight in zip(KINDS, weights):
-            w, bias = weight[:-1] / width, float(weight[-1] - (weight[:-1] / width) @ shift)
-            state, extra = w[:-EXTRAS].clone(), w[-EXTRAS:].clone() if kind == "confidence-probe" else w[:0]
-            probes.append(AcceptanceProbe(layer, kind, label, state, extra, bias))
+    for layer, of_exit in zip(train.exits, weights):
+        for kind, weight in zip(KINDS, of_exit):
+            state, extra, bias = weight.split([len(weight) - EXTRAS - 1, EXTRAS, 1])
+            extra = extra.clone() if kind == KINDS[1] else extra[:0]
+            probes.append(AcceptanceProbe(layer, kind, label, state.clone(), extra, float(bias)))
             calibrate(probes[-1], validation)
     return probes
 
@@ -122,51 +107,36 @@ def calibrate(probe: AcceptanceProbe, features: Features) -> None:
         probe.temperature *= best
 
 
-def judged(scores: Mapping[str, Tensor], outcome: Tensor) -> Fields:
-    """Compare predicted probabilities ``[n]`` with the outcome ``[n]`` of 0 and 1.
+def ranked(score: Tensor, outcome: Tensor) -> float | None:
+    """Return the AUROC of a score ``[n]`` of the outcome ``[n]`` of 0 and 1; None where there is one outcome."""
+    return float(roc_auc_score(outcome, score)) if 0 < outcome.mean() < 1 else None
 
-    Returns:
-        ``base_rate`` (share accepted), and of each score ``auroc`` (None where there is one outcome), ``brier`` and
-        ``ece``, with its name behind unless that is ``probe``.
+
+def judged(score: Tensor, outcome: Tensor) -> Fields:
+    """Compare predicted probabilities ``[n]`` with the outcome ``[n]`` of 0 and 1: ``auroc``, ``brier`` and ``ece``."""
+    p, y = score.double().clamp(0, 1), outcome.double()
+    return {"auroc": ranked(p, y), "brier": float(brier_score_loss(y, p)), "ece": calibration_error(p, y)}
+
+
+def evaluate_exits(probes: Sequence[AcceptanceProbe], test: Features) -> list[Fields]:
+    """Return a row for each exit with all scores on the same tokens, and note the metrics in the probes.
+
+    The names of the metrics of a score that is not the probe's end with the score's name.
     """
-    y = outcome.double()
-    row: Fields = {"base_rate": float(y.mean())}
-    for name, score in scores.items():
-        p, end = score.double().clamp(0, 1), "" if name == "probe" else f"_{name}"
-        row[f"auroc{end}"] = float(roc_auc_score(y, p)) if 0 < row["base_rate"] < 1 else None
-        row |= {f"brier{end}": float(brier_score_loss(y, p)), f"ece{end}": calibration_error(p, y)}
-    return row
-
-
-def scores_of(probes: Sequence[AcceptanceProbe], validation: Features, test: Features) -> dict[str, Tensor]:
-    """Return acceptance probabilities ``[exits, n]`` of test texts; validation texts give the entropy's meaning."""
-    scores = {
-        kind.replace("-", "_"): torch.stack([logits(probe, test).sigmoid() for probe in probes if probe.kind == kind])
-        for kind in KINDS
-    }
-    entropies = zip(validation.entropy, validation.outcome, test.entropy)
-    entropy = torch.stack([_entropy_probability(*values) for values in entropies])
-    return scores | {"token_probability": test.token_probability, "entropy": entropy}
-
-
-def evaluate_exits(probes: Sequence[AcceptanceProbe], validation: Features, test: Features) -> list[Fields]:
-    """Return a row for each exit with all scores on the same tokens, and note the metrics in the probes."""
-    rows, scores = list[Fields](), scores_of(probes, validation, test)
+    rows = list[Fields]()
     for i, layer in enumerate(test.exits):
-        row = {"layer": layer, "label": probes[0].label, "tokens": len(test)}
-        row |= judged({name: score[i] for name, score in scores.items()}, test.outcome[i])
+        outcome = test.outcome[i]
+        rate = {"base_rate": float(outcome.double().mean())}
+        metrics = {"token-probability": judged(test.token_probability[i], outcome)}
+        for probe in (probe for probe in probes if probe.layer == layer):
+            metrics[probe.kind] = judged(logits(probe, test).sigmoid(), outcome)
+            probe.metrics = rate | metrics[probe.kind]
+        row: Fields = {"layer": layer, "label": probes[0].label, "tokens": len(test)} | rate | metrics.pop(KINDS[0])
+        for name, values in metrics.items():
+            row |= {f"{key}_{name.replace('-', '_')}": value for key, value in values.items()}
+        row["auroc_entropy"] = ranked(-test.entropy[i], outcome)
         if probes[0].label != "top-p":  # the other labels are acceptance probabilities
             labels = test.labels[i].tolist()
             row["alpha"], row["alpha_se"] = clustered_ratio(labels, [1] * len(test), test.text.tolist())
-        for probe in (probe for probe in probes if probe.layer == layer):
-            probe.metrics = judged({"probe": scores[probe.kind.replace("-", "_")][i]}, test.outcome[i])
         rows.append(row)
     return rows
-
-
-def _entropy_probability(train: Tensor, outcome: Tensor, test: Tensor) -> Tensor:
-    """Return the entropy as a probability, by a logistic fit on held-out texts; constant if these have one outcome."""
-    if not 0 < outcome.mean() < 1:
-        return torch.full_like(test, float(outcome.mean()))
-    fitted = LogisticRegression().fit(train[:, None].numpy(), outcome.numpy())
-    return torch.from_numpy(fitted.predict_proba(test[:, None].numpy())[:, 1])

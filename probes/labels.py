@@ -83,12 +83,13 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     """
     target, batch_size = run.record("target"), run.settings.teacher.responses.batch_size
     assert target is not None
-    limit = context_of(model.config.get_text_config())
-    made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
-    served = run.settings.teacher.in_engine
+    served, limit = run.settings.teacher.in_engine, context_of(model.config.get_text_config())
     engine = run.engine if served and ranks.is_first() else None
-    made_from |= {"served": served, "frozen": inputs(run.settings, ["frozen"])}
-    made_from |= {name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)}
+    made_from = {
+        "target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp),
+        "served": served, "frozen": inputs(run.settings, ["frozen"]),
+        **{name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)},
+    }  # fmt: skip
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):
         rows, seed = Examples.of(getattr(run.corpus, split), count), run.settings.seed + number

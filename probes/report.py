@@ -1,5 +1,6 @@
 """Tables and the page of ``python -m probes``."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from rich.console import Console
 
 from decode.measure import machine, plots
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Row, Section, Table, cell, console_table, write_page
+from decode.measure.report import Figure, Row, Section, Table, cell, console_table, write_page
 
 SCORED = ("confidence_probe", "token_probability", "entropy")  # what the probe is compared with
 METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
@@ -36,41 +37,30 @@ def best_of(added: Row, mode: str) -> Row:
 
 
 def answer(added: Row, mode: str) -> str:
-    """Return a sentence on the fastest method of a mode, or why its speedup is no result, and one on its exit."""
+    """Return a sentence on the fastest method of a mode, or why its speedup is no result, and one on its exit.
+
+    The latter gives agreement (not of the label top-p) and speed of the exits that the method was tried at.
+    """
     if not (best := best_of(added, mode)):
         return f"{mode}: no method was run."
     if why := doubt(best):
         return f"{mode}: no speedup is given, since {why}."
-    place = f"{mode}: {best['title']} with exit layer {best['exit_layer']}"
-    place += f" is fastest, {cell(best, 'speedup')} times decoding without a draft, {conditions(best)}."
-    return f"{place} {why_exit(added, mode, best)}"
-
-
-def why_exit(added: Row, mode: str, best: Row) -> str:
-    """Return a sentence: the agreement and the speed of the exits that the row's method was tried at."""
-    rows = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]  # not of the label top-p
+    rows = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]
     alphas = {row["layer"]: f"α {row['alpha']:.3f}, " for row in rows}
     speeds = fastest_by_exit(added, mode)[best["method"]]
     facts = [f"exit layer {layer}: {alphas.get(layer, '')}{speed:.2f}" for layer, speed in speeds]
-    return f"Its speedup by exit, on validation prompts: {'; '.join(facts)}."
+    return (
+        f"{mode}: {best['title']} with exit layer {best['exit_layer']} is fastest, {cell(best, 'speedup')} times "
+        f"decoding without a draft, {conditions(best)}. Its speedup by exit, on validation prompts: {'; '.join(facts)}."
+    )
 
 
 def fastest_by_exit(added: Row, mode: str) -> dict[str, list[tuple[int, float]]]:
     """Return each method's exit layers with the speedup of the fastest setting tried there on validation prompts."""
-    rows = of_mode(added["probe_settings"]["tried"], mode)
-    speeds = sorted((row["exit_layer"], row["speedup"] or 0.0, row["method"]) for row in rows)
-    return {m: list({at: speed for at, speed, method in speeds if method == m}.items()) for *_, m in speeds}
-
-
-def commands(added: Row, run: Path) -> dict[str, str]:
-    """Return a command for each mode that decodes with its fastest setting, which the probes' folder keeps."""
-    lines = {}
-    for mode in titles(added):
-        if best := best_of(added, mode):
-            where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
-            where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
-            lines[f"{mode}, {best['title']}"] = f"python -m decode generate {where} --prompt TEXT"
-    return lines
+    speeds = defaultdict[str, dict[int, float]](dict)
+    for row in sorted(of_mode(added["probe_settings"]["tried"], mode), key=lambda row: row["speedup"] or 0.0):
+        speeds[row["method"]][row["exit_layer"]] = row["speedup"] or 0.0
+    return {method: sorted(by_exit.items()) for method, by_exit in speeds.items()}
 
 
 def tables(added: Row) -> list[Table]:
@@ -88,29 +78,32 @@ def tables(added: Row) -> list[Table]:
 def show(console: Console, added: Row, page: Path) -> None:
     """Print the tables, the answers, and where the page is."""
     for table in tables(added) if added else ():
-        if table.rows and not table.folded:
+        if table.rows:
             console.print(console_table(f"\n{table.title}", table.keys, table.rows))
     console.print("\n".join([*added.get("probe_findings", []), f"  {page}"]), highlight=False, soft_wrap=True)
 
 
 def write_report(path: Path, name: str, added: Row) -> None:
     """Write the page of a run with what `probes.pipeline` adds to report.json."""
-    settings, title = added["probe_settings"], "Settings tried on validation prompts"
-    tried = [Table(SPEEDS, of_mode(settings["tried"], mode), f"{title}, {mode}", True) for mode in titles(added)]
+    settings, run = added["probe_settings"], path.parent
     how = "each method at its fastest setting for that exit; few prompts, by which settings are chosen"
-    axes = "layers before the exit", "speedup (×)"
-    figures = [
-        (plots.lines(speeds, f"Speedup by exit on validation prompts, {mode}", *axes), how)
-        for mode in titles(added)
-        if (speeds := fastest_by_exit(added, mode))
-    ]
+    tried, figures, commands = list[Table](), list[Figure](), dict[str, str]()
+    for mode in titles(added):
+        rows, title = of_mode(settings["tried"], mode), f"Settings tried on validation prompts, {mode}"
+        tried.append(Table(SPEEDS, rows, title, True))
+        if speeds := fastest_by_exit(added, mode):
+            title = f"Speedup by exit on validation prompts, {mode}"
+            figures.append((plots.lines(speeds, title, "layers before the exit", "speedup (×)"), how))
+        if best := best_of(added, mode):
+            where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
+            where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
+            commands[f"{mode}, {best['title']}"] = f"python -m decode generate {where} --prompt TEXT"
     tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
-    facts = {"machine": machine.sentence(settings["machine"]), "tokens": tokens}
     sections = [
         Section("Results", tables=tables(added)),
         Section("The choice of the exit", tables=tried, figures=figures),
-        Section("Use", code=commands(added, path.parent)),
-        Section("Provenance", facts=facts, folded=True),
+        Section("Use", code=commands),
+        Section("Provenance", facts={"machine": machine.sentence(settings["machine"]), "tokens": tokens}, folded=True),
     ]
     summary = " ".join(added["probe_findings"])
     write_page(path, f"{name}: acceptance probes and self-speculation", summary, sections)

@@ -94,7 +94,7 @@ def load_corpus(
         files: What `decode.models.open.files_of` returns of the target, which may name more ids that end a text.
 
     Raises:
-        UserError: Settings, files or masks that cannot be used, or another process has other data than the first one.
+        UserError: Settings, files or masks that cannot be used.
     """
     settings.validate()
     quiet_datasets()
@@ -102,25 +102,20 @@ def load_corpus(
         tokenizer = load_tokenizer(settings.tokenizer)
     if tokenizer is not None and settings.template() is not None:
         tokenizer.chat_template = settings.template()
-    read = (*data_files(settings), settings.prompts.file, settings.tokenizer)
-    written = sampler.made_from if sampler is not None and settings.from_target else None
-    known = None if tokenizer is None else [_identity(tokenizer), stop_ids(files, tokenizer)]
-    key = fingerprint(VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, written)
     if alone := folder is None:
         folder = Path(tempfile.mkdtemp(prefix="corpus-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    note = folder / "corpus.json"
-    if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": sizes(folder, CORPUS_FILES)}:
-        with replaced(folder) as aside:
-            aside.mkdir()
-            _make(aside, settings, seed, tokenizer, sampler, files)
-            write_json(aside / note.name, {"key": key, "files": sizes(aside, CORPUS_FILES)})
+    if alone or ranks.is_first():
+        read = (*data_files(settings), settings.prompts.file, settings.tokenizer)
+        written = sampler.made_from if sampler is not None and settings.from_target else None
+        known = None if tokenizer is None else [_identity(tokenizer), stop_ids(files, tokenizer)]
+        key = fingerprint(VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, written)
+        if read_json(folder / "corpus.json") != {"key": key, "files": sizes(folder, CORPUS_FILES)}:
+            with replaced(folder) as aside:
+                aside.mkdir()
+                _make(aside, settings, seed, tokenizer, sampler, files)
+                write_json(aside / "corpus.json", {"key": key, "files": sizes(aside, CORPUS_FILES)})
     ranks.barrier()
-    if read_json(note).get("key") != key:
-        raise UserError(
-            f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
-            "configuration, data files and tokenizer, the same versions of packages, and the same folder for runs"
-        )
     splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -176,16 +176,6 @@ def completed(batch: Batch) -> Batch:
 # -- the order of training --------------------------------------------------------------------------------------------
 
 
-class Index(Protocol):
-    """Of a draft: which rows a batch has, found on the host. See `distill.kinds.base.Draft`."""
-
-    def index(self, batch: Batch, chance: Chance | None) -> Batch:
-        """What is added to a batch; without ``chance`` nothing is drawn."""
-
-    def share(self, labels: NDArray[Any], chance: np.random.Generator) -> float:
-        """The weight of a text with these labels in the loss of a step."""
-
-
 @dataclass(eq=False)
 class Schedule:
     """Which examples make batch number ``step``.
@@ -238,7 +228,8 @@ class TrainingBatches(TorchDataset[Batch]):
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
     expect: Expect | None = None
-    index: Index | None = None  # finds a batch's rows, and weighs texts by these instead of their label tokens
+    # A `distill.kinds.base.Draft`, which finds a batch's rows, and weighs texts by these instead of their label tokens
+    index: Any = None
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -293,7 +284,7 @@ class ValidationBatches(TorchDataset[Batch]):
     size: int  # examples of a batch
     rank: int
     world: int
-    index: Index | None = None
+    index: Any = None
 
     def __post_init__(self) -> None:
         self.share = np.argsort(self.examples.lengths, kind="stable")[self.rank :: self.world]

@@ -1,7 +1,7 @@
 """The target in a serving engine, whose servers somebody has started (``python -m distill check-engine`` prints how).
 
 Requests are in flight `EngineSettings.in_flight` at a time at each server, which bounds the memory of both sides, and
-are asked again after a failure. What the engine says of them is in `distill.responses.target` (answers) and
+are asked again after a failure. What the engine says of them is in `distill.data.writing` (answers) and
 `distill.signal.engine` (hidden states).
 """
 

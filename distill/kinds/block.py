@@ -1,7 +1,8 @@
 """Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -18,10 +19,10 @@ from decode.models.heads.block_config import added, block_config, default_layers
 from decode.models.heads.eagle import captured_layers, output_head
 from distill.config.base import Values, change
 from distill.data.chat import IGNORE
-from distill.data.dataset import Batch, Chance, Examples, Ints, on_device
+from distill.data.dataset import Batch, Chance, Examples, Ints, label_mask, on_device
 from distill.kinds.base import GROUPS, Draft, delta, head_rows
 from distill.kinds.kind import Differences, Kind, Rules
-from distill.kinds.start import check_states, start_from_target
+from distill.kinds.start import check_states
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import by_reach, top_k
@@ -30,22 +31,6 @@ from distill.networks.models import room, rows_at_once, seeded
 from distill.signal.target import Signal
 
 RANK = 64  # of a scorer, unless the settings say another one
-IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured, so that divergences stay finite
-
-
-class CandidateHead(LMHead):
-    """An output head for measuring a choice among candidates: other ids are not drafted."""
-
-    count: int  # of candidates
-
-    @override
-    def products(self, hidden: Tensor, vocab: int) -> Tensor:
-        assert self.markov is not None
-        width = self.linear.in_features
-        unary, scores = LMHead.of(self.linear).products(hidden[:, :width], vocab), hidden[:, width:]
-        best, kept = unary.topk(min(self.count, vocab), -1)
-        scores = best + (self.markov[kept].to(scores.dtype) @ scores[..., None])[..., 0]
-        return (unary - IMPOSSIBLE).scatter(1, kept, scores.to(unary.dtype))
 
 
 class BlockDraft(Draft):
@@ -93,19 +78,21 @@ class BlockDraft(Draft):
         """
         blocks = max(1, *map(len, parts))  # attention needs a block, also where there is no label
         anchors = np.zeros((len(labels), blocks), np.int64)
-        kept, at, before = [], [], 0
-        for text, (row, chosen) in enumerate(zip(labels, parts)):
-            anchors[text, : len(chosen)] = chosen
-            live = np.arange(self.depth) < self.lengths(row)[chosen][:, None]
-            block, step = np.nonzero(live)
-            kept.append((text * blocks + block) * self.depth + step)
-            number = np.cumsum(np.append(row[1:] != IGNORE, False)) - 1  # of each label token in its text
-            at.append(before + number[chosen[block] + step])
-            before += int(number[-1]) + 1
-        index: Batch = {"anchors": torch.from_numpy(anchors)}
-        index["kept"], index["at"] = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in (kept, at))
-        index["step"] = index["kept"] % self.depth
-        return index | {"mass": float(self.weights[index["step"].numpy()].sum()), GROUPS: [len(index["at"])]}
+        lengths = np.zeros_like(anchors)
+        for i, (row, chosen) in enumerate(zip(labels, parts)):
+            anchors[i, : len(chosen)] = chosen
+            lengths[i, : len(chosen)] = self.lengths(row)[chosen]
+        text, block, step = np.nonzero(np.arange(self.depth) < lengths[..., None])
+        mask = label_mask(torch.from_numpy(labels)).numpy()
+        number = mask.cumsum().reshape(mask.shape) - 1  # of each label token in the batch
+        return {
+            "anchors": torch.from_numpy(anchors),
+            "kept": torch.from_numpy((text * blocks + block) * self.depth + step),
+            "at": torch.from_numpy(number[text, anchors[text, block] + step]),
+            "step": torch.from_numpy(step),
+            "mass": float(self.weights[step].sum()),
+            GROUPS: [len(step)],
+        }
 
     @override
     def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
@@ -131,32 +118,30 @@ class BlockDraft(Draft):
 
         ``selected``: the rows are what a selector makes of them.
         """
-        head, ids, anchors, kept, at = self.model, batch["input_ids"], batch["anchors"], batch["kept"], batch["at"]
-        (target, features), time, drafts = read, ids.shape[1], head.drafts
-        after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
-        place = torch.arange(len(ids), device=ids.device)[:, None, None], after.clamp_max(time - 1)
+        head, ids, anchors, kept, step = self.model, batch["input_ids"], batch["anchors"], batch["kept"], batch["step"]
+        (target, features), drafts, output = read, head.drafts, signal.head
         features = features.to(head.fc.weight.dtype)
-        table = cast(Tensor, signal.embedding.weight)
-        embeds = functional.embedding(head.tokens(ids.gather(1, anchors), drafts), table)
-        slots, before = head(embeds.detach().to(features.dtype), features, anchors), ids[place].flatten(0, 1)
-        states, confidence = head.conditions(slots, before)
-        states = states.flatten(0, 1).index_select(0, kept)
-        hidden, output, chooses = states, signal.head, head.candidates > 0
-        if chooses and not selected:
-            hidden = states[:, : head.config.hidden_size]
-        elif head.markov_head is not None:
-            kind = CandidateHead if chooses else LMHead
-            output = kind.of(output.linear, output.scale, output.cap, head.markov_head.markov_w2.weight)
-            if isinstance(output, CandidateHead):
-                output.count = head.candidates
+        masked = functional.embedding(
+            head.tokens(ids.gather(1, anchors), drafts), cast(Tensor, signal.embedding.weight)
+        )
+        after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
+        before = ids.gather(1, after.flatten(1).clamp_max(ids.shape[1] - 1)).view(-1, drafts)
+        slots = head(masked.detach().to(features.dtype), features, anchors)
+        conditioned, confidence = head.conditions(slots, before)
+        hidden = states = conditioned.flatten(0, 1).index_select(0, kept)
         if confidence is not None:
             confidence = confidence.flatten().index_select(0, kept)
-        step, blocks = batch["step"], (kept // drafts, anchors.numel(), drafts)
-        weight, beside = torch.exp(-step / gamma(drafts)), {"confidence": confidence, "blocks": blocks}
-        rows = head_rows(hidden, output, target, batch, batch["mass"], at, step, weight, **beside)
-        if chooses and torch.is_grad_enabled() and not selected:
+        if head.candidates and not selected:
+            hidden = states[:, : head.config.hidden_size]
+        elif head.markov_head is not None:
+            second = head.markov_head.markov_w2.weight
+            output = LMHead.of(output.linear, output.scale, output.cap, second, head.candidates)
+        beside = {"confidence": confidence, "blocks": (kept // drafts, anchors.numel(), drafts)}
+        weight = torch.exp(-step / gamma(drafts))
+        rows = head_rows(hidden, output, target, batch, batch["mass"], batch["at"], step, weight, **beside)
+        if head.candidates and torch.is_grad_enabled() and not selected:
             assert rows.weight is not None
-            rows.distance = selector_loss(head, states, signal.head, rows.target, at) * rows.weight
+            rows.distance = selector_loss(head, states, signal.head, rows.target, batch["at"]) * rows.weight
         return rows
 
     @override
@@ -269,11 +254,12 @@ def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples) -> tup
         for rows in draft.every_row(batch, signal):
             measured = compare(rows, Divergence())
             assert rows.confidence is not None
-            block, step = ((rows.step == 0).cumsum(0) - 1).cpu(), rows.step.cpu()
-            filled = torch.zeros(3, int(block[-1:].sum()) + 1, draft.depth)
-            for table, values in zip(filled, (rows.confidence, measured.agreement, measured.alpha)):
-                table[block, step] = values.float().cpu()
-            parts.append((*filled, torch.bincount(block, minlength=1)))
+            assert rows.blocks is not None
+            block, blocks, depth = rows.blocks
+            values = torch.stack([rows.confidence, measured.agreement, measured.alpha]).float()
+            filled = values.new_zeros(3, blocks, depth)
+            filled[:, block, rows.step] = values
+            parts.append((*filled.cpu(), torch.bincount(block, minlength=blocks).cpu()))
     return tuple(map(torch.cat, zip(*parts)))
 
 
@@ -303,17 +289,17 @@ def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:
 # -- the kinds --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True, frozen=True)
 class Block(Kind):
-    """Kinds of block heads."""
+    """Kinds of block heads, with the ``rank`` of what scores tokens by those before, and ``confidence`` or not."""
 
-    method, settings = "block", ("block",)
-
-    def __init__(
-        self, name: str, *, rank: int = RANK, confidence: bool = False, served: str = "dflash", **fields: Any
-    ) -> None:
-        self.name = self.version = name
-        self.rank, self.confidence, self.served = rank, confidence, served
-        vars(self).update(fields)
+    version: str
+    rank: int = RANK
+    confidence: bool = False
+    served: str = "dflash"
+    method: str = "block"
+    settings: Sequence[str] = ("block",)
+    from_target: bool = True
 
     @override
     def rules(self, settings: Any) -> Rules:
@@ -379,10 +365,6 @@ class Block(Kind):
             return BlockHead(config)
 
     @override
-    def begin(self, model: BlockHead, target: PreTrainedModel) -> list[str] | None:
-        return start_from_target(model, target)
-
-    @override
     def check_given(self, model: BlockHead, student: Any) -> Differences:
         shape, has, told = student.block, vars(model.config), super().check_given(model, student)
         layers = shape.target_layers or list(default_layers(int(has["num_target_layers"]), max(3, shape.layers)))
@@ -413,12 +395,12 @@ class Block(Kind):
         return {"mask_id": model.mask_id, "calibrated": bool(model.temperatures)}
 
 
-DFLASH = Block("dflash", rank=0)
+DFLASH = Block(name="dflash", version="dflash", rank=0)
 DSPARK = Block(
-    "dspark", confidence=True, served="dspark", grown=("dflash",),
+    name="dspark", version="dspark", confidence=True, served="dspark", grown=("dflash",),
     notes=["vLLM runs it on a GPU only: its CPU build refuses DSpark."],
 )  # fmt: skip
 DFLASH2 = Block(
-    "dflash2", grown=("dflash",),
+    name="dflash2", version="dflash2", grown=("dflash",),
     notes=["It is a DFlash 2 head (convolutions, choice among candidates), which vLLM and SGLang run on a GPU only."],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """EAGLE-1, EAGLE-3 and a target's own next-token layers (MTP) in training, unrolled over several drafting steps."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from distill.config.base import Values
 from distill.data.dataset import PLACES, Batch, Chance, places
 from distill.kinds.base import GROUPS, Draft, head_rows
 from distill.kinds.kind import TOKEN_MAP, Differences, Kind, Rules
-from distill.kinds.start import check_states, start_from_target
+from distill.kinds.start import check_states
 from distill.losses.chunked import Rows
 from distill.networks.lm_head import LMHead
 from distill.networks.models import seeded
@@ -80,18 +81,27 @@ class FeatureDraft(Draft):
         return head_rows(head.output(state), output, target, batch, len(place), at, step, weight, distance=distance)
 
 
-class Eagle(Kind):
-    """EAGLE (on the target's last state) and EAGLE-3 (on three)."""
+@dataclass(kw_only=True, frozen=True)
+class Unrolled(Kind):
+    """Heads that are unrolled: ``usual`` steps, the loss of each further one weighed by ``decay``."""
 
-    version: int
-
-    def __init__(self, name: str, version: int, steps: int, **fields: Any) -> None:
-        self.name, self.version, self.usual, self.served = name, version, steps, name
-        vars(self).update(fields)
+    usual: int
+    decay: float = 0.8
 
     @override
     def steps(self, student: Any) -> int:
         return int(student.unroll or self.usual)
+
+    @override
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
+        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else self.decay)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Eagle(Unrolled):
+    """EAGLE (on the target's last state) and EAGLE-3 (on three)."""
+
+    version: int
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:
@@ -110,14 +120,6 @@ class Eagle(Kind):
             return FeatureHead(config)
 
     @override
-    def begin(self, model: FeatureHead, target: PreTrainedModel) -> list[str] | None:
-        return start_from_target(model, target) if self.version == 3 else None
-
-    @override
-    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
-        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.8)
-
-    @override
     def write(self, model: FeatureHead, folder: Path) -> None:
         ids = model.draft_ids()
         if self.version == 1 and ids is not None:
@@ -132,12 +134,8 @@ class Eagle(Kind):
         }
 
 
-class NextLayers(Kind):
+class NextLayers(Unrolled):
     """A target's own next-token layers (MTP), as FastMTP tunes them."""
-
-    name = version = served = MTP
-    start, decodable, of_target, trees = "untuned", True, True, False
-    no_gguf = "llama.cpp reads next-token layers from the target's own file; leave export.gguf empty"
 
     @override
     def rules(self, settings: Any) -> Rules:
@@ -149,10 +147,6 @@ class NextLayers(Kind):
         ]  # fmt: skip
 
     @override
-    def steps(self, student: Any) -> int:
-        return int(student.unroll or 3)
-
-    @override
     def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> Any:
         return load_mtp(target)
 
@@ -160,14 +154,13 @@ class NextLayers(Kind):
     def check_given(self, model: Any, student: Any) -> Differences:
         return {}
 
-    @override
-    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
-        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.6)
-
 
 EAGLE = Eagle(
-    "eagle", 1, 1, sniffed=["eagle3"],
+    name="eagle", version=1, served="eagle", usual=1, sniffed=["eagle3"],
     no_gguf="llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty",
 )  # fmt: skip
-EAGLE3 = Eagle("eagle3", 3, 7)
-NEXT_LAYERS = NextLayers()
+EAGLE3 = Eagle(name="eagle3", version=3, served="eagle3", usual=7, from_target=True)
+NEXT_LAYERS = NextLayers(
+    name=MTP, version=MTP, served=MTP, usual=3, decay=0.6, start="untuned", decodable=True, of_target=True, trees=False,
+    no_gguf="llama.cpp reads next-token layers from the target's own file; leave export.gguf empty",
+)  # fmt: skip

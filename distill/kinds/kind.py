@@ -1,6 +1,7 @@
 """What the rest of distill asks of a kind of draft: everything by which the kinds differ, in one object of one file."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ Differences = dict[str, tuple[Any, Any]]
 """Settings of a student: what they say, and what a head has."""
 
 
+@dataclass(kw_only=True, frozen=True)
 class Kind:
     """A kind of draft; this one is of heads that read the target's hidden states.
 
@@ -33,34 +35,31 @@ class Kind:
         decodable: Whether it can draft before its training.
         method: Of decode, that drafts chains with it.
         trees: Whether it can draft trees.
-        served: What serving engines call it, and ``vllm`` vLLM's method.
+        served: What serving engines call it; of vLLM its method.
         sniffed: Parts of a path from which vLLM derives another method.
         notes: Of the model card.
         no_gguf: Why llama.cpp reads no file of it.
         settings: Sections of the settings of a student that decide its shape.
         of_target: Whether its layers are the target's own.
+        from_target: Whether a new one begins as the target's last layers.
         grown: Names of kinds from whose heads it can start too.
     """
 
     name: str
     version: int | str | None
-    head = True
-    start = "untrained"
-    decodable = False
-    method = "eagle"
-    trees = True
     served: str
+    head: bool = True
+    start: str = "untrained"
+    decodable: bool = False
+    method: str = "eagle"
+    trees: bool = True
     sniffed: Sequence[str] = ()
     notes: Sequence[str] = ()
-    no_gguf = ""
+    no_gguf: str = ""
     settings: Sequence[str] = ("unroll",)
-    of_target = False
+    of_target: bool = False
+    from_target: bool = False
     grown: Sequence[str] = ()
-
-    @property
-    def vllm(self) -> str:
-        """vLLM's name of the method."""
-        return self.served
 
     def rules(self, settings: Any) -> Rules:
         """What the settings of a run must not be with it."""
@@ -95,10 +94,6 @@ class Kind:
     def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> Any:
         """A new model for a target; its random weights depend on the seed alone."""
         raise NotImplementedError
-
-    def begin(self, model: Any, target: PreTrainedModel) -> list[str] | None:
-        """Copies weights of the target into a new model; returns the parts that are not its, None: it has none."""
-        return None
 
     def check_given(self, model: Any, student: Any) -> Differences:
         """The settings that a given head has to agree with: what they say, and what it has."""

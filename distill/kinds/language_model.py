@@ -107,15 +107,6 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
 class LanguageModel(Kind):
     """Language models of their own, and some of the target's layers."""
 
-    name, version, head, start, decodable = "scratch", None, False, "undistilled", True
-    method, trees, served, settings = "vanilla", False, "draft", ()
-    sniffed = ("eagle-", "eagle3", "dflash", "dspark")
-
-    @property
-    @override
-    def vllm(self) -> str:
-        return "draft_model"
-
     @override
     def steps(self, student: Any) -> int:
         return 1
@@ -134,4 +125,7 @@ class LanguageModel(Kind):
         return LanguageModelDraft(model, DEPTH)
 
 
-LANGUAGE_MODEL = LanguageModel()
+LANGUAGE_MODEL = LanguageModel(
+    name="scratch", version=None, served="draft_model", head=False, start="undistilled", decodable=True,
+    method="vanilla", trees=False, settings=(), sniffed=("eagle-", "eagle3", "dflash", "dspark"),
+)  # fmt: skip

@@ -115,28 +115,31 @@ def start_from_target(head: Any, target: PreTrainedModel) -> list[str]:
         layers, norm = decoder_layers(target), final_norm(target)
     except UserError:
         return [name for name, _ in layers_of_head[0].named_parameters()]
-
-    def copied(module: nn.Linear | RMSNorm, source: Any) -> bool:
-        weight = getattr(source, "weight", None)
-        if not isinstance(weight, Tensor) or weight.is_meta or len(weight) != len(module.weight):
-            return False
-        extra = module.weight.shape[-1] - weight.shape[-1]  # of attention, which reads the embedding before the state
-        if isinstance(module, RMSNorm):  # some families add 1 to the weights, or a bias
-            x = torch.linspace(-2, 3, len(weight), dtype=weight.dtype, device=weight.device)[None]
-            wanted = functional.rms_norm(x, weight.shape, weight, module.variance_epsilon)
-            fits = torch.allclose(source(x), wanted, rtol=1e-3, atol=1e-4)
-        else:
-            fits = isinstance(source, nn.Linear) and extra in (0, weight.shape[1])
-        if fits:
-            module.weight[..., extra:] = weight
-        return fits
-
-    copied(head.norm, norm)
-    first, left = dict(layers[0].named_modules()), list[str]()
+    pairs: list[tuple[str, Any, Any]] = [("", head.norm, norm)]
     for layer, source in zip(layers_of_head, list(layers)[-len(layers_of_head) :]):
-        last = dict(source.named_modules())
+        sources = dict(source.named_modules())
         if eagle:
-            last |= {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
+            sources["hidden_norm"] = sources.get("input_layernorm")
+            sources["input_layernorm"] = dict(layers[0].named_modules()).get("input_layernorm")
         parts = [(name, part) for name, part in layer.named_modules() if isinstance(part, nn.Linear | RMSNorm)]
-        left += [name for name, part in parts if not copied(part, last.get(name)) and name not in left]
-    return left
+        pairs += [(name, part, sources.get(name)) for name, part in parts]
+    left = dict[str, None]()
+    for name, part, source in pairs:
+        if _does_the_same(part, source):
+            # attention reads the embedding before the state
+            part.weight[..., -source.weight.shape[-1] :] = source.weight
+        elif name:
+            left[name] = None
+    return list(left)
+
+
+def _does_the_same(part: nn.Linear | RMSNorm, source: Any) -> bool:
+    """Whether a part of a head with the weight of a part of the target would do what that does."""
+    weight = getattr(source, "weight", None)
+    if not isinstance(weight, Tensor) or weight.is_meta or len(weight) != len(part.weight):
+        return False
+    if isinstance(part, nn.Linear):
+        return isinstance(source, nn.Linear) and part.in_features in (source.in_features, 2 * source.in_features)
+    x = torch.linspace(-2, 3, len(weight), dtype=weight.dtype, device=weight.device)[None]
+    wanted = functional.rms_norm(x, weight.shape, weight, part.variance_epsilon)
+    return torch.allclose(source(x), wanted, rtol=1e-3, atol=1e-4)  # some families add 1 to the weights, or a bias

@@ -1,9 +1,9 @@
 """Losses without the logits of all rows.
 
 `compare` measures rows without a graph, for a selection, for metrics and for validation. `chunked_loss` gives the loss
-of the chosen rows with its gradient. Both process the rows in chunks that fit the processor's cache. The gradient is
-computed in closed form together with the loss and summed up in float32, so no tensor of all rows times the vocabulary
-exists, neither of logits nor of their gradient.
+of the chosen rows with its gradient. Both process the rows in chunks that fit the processor's cache. Each chunk's
+gradient is computed together with its loss and summed up in float32, so that no tensor of all rows times the vocabulary
+exists, neither of logits nor of their gradient, and no product with the head's weights is computed again.
 """
 
 import warnings
@@ -25,9 +25,6 @@ CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 28
 """Bytes of a float32 buffer ``[chunk, vocab]``, a few of which fit a core's second-level cache, or keep a GPU busy."""
 FEWEST_ROWS, FEWEST_NARROW = 64, 256
 """Smallest chunk. The head's weights are read once per chunk, and rounded where products are in bfloat16."""
-WAITING, MOST_WAITING = 1 << 23, 1 << 26
-"""Bytes of row gradients that are collected before the weight's gradient is updated: as many as that has, within these
-bounds, since every update reads and writes all of it."""
 AUTOGRAD_CPU, AUTOGRAD_CUDA = 1 << 26, 1 << 28
 """Bytes of float32 logits up to which autograd takes less time for the next token's loss."""
 
@@ -128,11 +125,16 @@ def compare(
             part = slice(start, start + size)
             place = part if only is None else only[part]
             products, target = head.products(hidden[place], vocab), rows.target.at(rows.at[place])
-            measures, gradient = evaluate(products, target, head, divergence, metrics, gradients is not None)
+            with torch.set_grad_enabled(gradients is not None):
+                if gradients is not None:
+                    products.requires_grad_()
+                measures = evaluate(products, target, head, divergence, metrics)
+            if gradients is not None:
+                losses = measures[0]
+                by = torch.ones_like(losses) if rows.weight is None else rows.weight[place].to(losses.dtype)
+                gradients.add(place, *torch.autograd.grad(losses, products, by))
             for every, some in zip(values, measures):
-                every[part] = some
-            if gradients is not None and gradient is not None:
-                gradients.add(place, gradient if rows.weight is None else gradient * rows.weight[place, None])
+                every[part] = some.detach()
     return Compared(*values)
 
 
@@ -152,7 +154,7 @@ def chunked_loss(
     Raises:
         UserError: The head is no plain linear layer, whose gradient is known here.
     """
-    head, device = rows.head, rows.hidden.device
+    head = rows.head
     if type(head.linear) is not nn.Linear:
         name = type(head.linear).__name__
         raise UserError(f"the draft's output head is a {name}, expected torch.nn.Linear: choose another student")
@@ -166,8 +168,6 @@ def chunked_loss(
         losses = losses * (rows.weight if chosen is None else rows.weight[chosen])
     total = losses.sum()
     if gradients is not None:
-        with loss_precision(device):
-            gradients.update_weight()
         total = _WithGradients.apply(total, gradients.sums, *gradients.inputs)
     return total, measured
 
@@ -202,31 +202,25 @@ def _label_rows(hidden: Tensor, head: LMHead, labels: Tensor) -> Rows:
 
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
-Chunk = tuple[list[Tensor], Tensor | None]
-"""Losses, with metrics alpha and agreement, each ``[rows]``; and the gradient by the linear layer's output."""
 
-
-def _chunk(
-    products: Tensor, target: TargetRows, head: LMHead, divergence: Divergence, metrics: bool, gradient: bool
-) -> Chunk:
-    """Evaluates rows for which the linear layer gave ``products [rows, vocab]``."""
+def _chunk(products: Tensor, target: TargetRows, head: LMHead, divergence: Divergence, metrics: bool) -> list[Tensor]:
+    """Returns losses, with metrics alpha and agreement, each ``[rows]``, of the linear layer's ``products``."""
     logits = head.finish(products)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    pair = target.compare(logits)
+    pair = target.compare(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     measures = [divergence.loss(pair)]
     if metrics:
-        measures += [pair.accepted(), pair.agreement()]
-    if not gradient:
-        return measures, None
-    slopes, slope = divergence.gradient(pair), head.slope(logits)
-    return measures, slopes if slope is None else slopes * slope
+        with torch.no_grad():
+            measures += [pair.accepted(), pair.agreement()]
+    return measures
 
 
 KERNELS = 256  # most that are compiled: one for each divergence, with and without metrics and gradient, and of one row
-_kernels: list[Callable[..., Chunk]] = []  # the compiled `_chunk`, once it is needed
 
 
-def _compiled(*chunk: Any) -> Chunk:
+_kernels: list[Callable[..., list[Tensor]]] = []  # the compiled `_chunk`, once it is needed
+
+
+def _compiled(*chunk: Any) -> list[Tensor]:
     """Returns what `_chunk` returns, by compiled kernels, or after a warning without them where that fails."""
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -264,37 +258,24 @@ class _HeadGradients:
             else torch.zeros_like(value, dtype=hidden.dtype if value is hidden else wide)
             for value in self.inputs
         )
-        self.hidden, self.weight, self.bias, _ = self.sums
-        self.states = (hidden.bfloat16() if self.narrow else hidden).detach()
-        self.weights = [w[:vocab].detach().to(self.states.dtype) for w in (linear.weight, markov) if w is not None]
-        self.columns = slice(0, None)
-        if markov is not None:  # it is trained instead of the linear layer
-            self.weight, self.columns = self.sums[3], slice(linear.weight.shape[1], None)
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and states that the weight's gradient lacks
+        weights = [linear.weight] if markov is None else [linear.weight, markov]
+        states = (hidden.bfloat16() if self.narrow else hidden).detach()
+        self.states = states.split([weight.shape[1] for weight in weights], 1)
+        self.weights = [weight[:vocab].detach().to(states.dtype) for weight in weights]
 
     def add(self, place: slice | Tensor, gradient: Tensor) -> None:
         """Adds the gradients ``[rows, vocab]`` of some rows with respect to the linear layer's output."""
-        narrow = gradient.to(self.states.dtype)
-        if self.bias is not None:
-            self.bias[: self.vocab] += gradient.sum(0)
-        if self.hidden is not None:
-            self.hidden[place] = joined([narrow @ weight for weight in self.weights], 1).to(self.hidden.dtype)
-        if self.weight is not None:
-            self.waiting.append((narrow, self.states[place, self.columns]))
-            if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
-                self.update_weight()
-
-    def update_weight(self) -> None:
-        """Adds what is waiting to the weight's gradient."""
-        if self.weight is None or not self.waiting:
-            return
-        gradients, rows = (joined(parts) for parts in zip(*self.waiting))
-        self.waiting.clear()
-        total = self.weight[: self.vocab]
-        if rows.dtype == total.dtype:
-            total.addmm_(gradients.T, rows)
-        else:
-            total += gradients.T @ rows
+        narrow = gradient.to(self.states[0].dtype)
+        hidden, weight, bias, markov = self.sums
+        if bias is not None:
+            bias[: self.vocab] += gradient.sum(0)
+        if hidden is not None:
+            hidden[place] = joined([narrow @ each for each in self.weights], 1).to(hidden.dtype)
+        for total, states in zip((weight, markov), self.states):
+            if total is not None and narrow.dtype == total.dtype:
+                total[: self.vocab].addmm_(narrow.T, states[place])
+            elif total is not None:
+                total[: self.vocab] += narrow.T @ states[place]
 
 
 class _WithGradients(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Divergences per token between the target's p and the draft's q, and their gradients in closed form.
+"""Divergences per token between the target's p and the draft's q.
 
 All functions take rows of log-probabilities ``[rows, vocab]`` and return one value per row. α = Σ min(p, q) is the
 probability that the target accepts a token drawn from q, and total variation is 1 − α, so divergences with tv or α
@@ -19,12 +19,11 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from distill.config.base import DivergenceName, Values
 from distill.networks.lm_head import LMHead
@@ -39,106 +38,6 @@ WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {
 """Of KL(p‖q), total variation and the cross-entropy of the text's own token, in the divergences that are their sums."""
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
-
-
-class TokenDistributions:
-    """Distributions of target and draft for the same rows.
-
-    Args:
-        log_p: The target's log-probabilities ``[rows, vocab]``, in float32 or float64.
-        log_q: The draft's log-probabilities.
-
-    Attributes:
-        p: The target's probabilities, ``[rows, vocab]``.
-        q: The draft's.
-    """
-
-    best: Tensor | None = None  # the target's most probable token ``[rows]``; None: not known yet
-    best_drafted: Tensor | None = None  # the draft's
-    labels: Any = None  # of `TargetRows`, as are the next two
-    mass: Tensor | None = None
-    learnable: Tensor | None = None
-
-    def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
-        self.log_p, self.log_q = log_p, log_q
-        self.q = log_q.exp()  # softmax would be faster on a CPU, and lose digits in saturated rows
-        self.p = self.q if log_p is log_q else log_p.exp()
-
-    @property
-    def alpha(self) -> Tensor:
-        """Σ min(p, q), ``[rows]``."""
-        return torch.minimum(self.p, self.q).sum(-1)
-
-    def label_loss(self) -> Tensor:
-        """Returns −log q of the text's own tokens, ``[rows]``; 0 where the draft has no logit of it."""
-        log_q = self.log_q_of(self.labels.clamp_min(0)[:, None])
-        return -log_q[:, 0].where(self.labels >= 0, 0.0)
-
-    def log_q_of(self, ids: Tensor) -> Tensor:
-        """Returns the draft's log-probabilities of some ids, ``[rows, ids]``."""
-        return self.log_q.gather(1, ids)
-
-    def all_q(self) -> Tensor:
-        """Returns the draft's probabilities of all its ids, ``[rows, vocab]``."""
-        return self.q
-
-    def label_gradient(self) -> Tensor:
-        """Returns the gradient of `label_loss` with respect to the draft's logits, ``[rows, vocab]``."""
-        known = (self.labels >= 0).to(self.log_q.dtype)[:, None]
-        return (self.all_q() * known).scatter_add_(1, self.labels.clamp_min(0)[:, None], -known)
-
-    def agreement(self) -> Tensor:
-        """Returns 1 where the draft's most probable token is the target's, ``[rows]``."""
-        target = self.log_p.argmax(-1) if self.best is None else self.best
-        draft = self.log_q.argmax(-1) if self.best_drafted is None else self.best_drafted
-        same = (target == draft).to(self.log_q.dtype)
-        return same if self.learnable is None else same * self.learnable
-
-    def accepted(self) -> Tensor:
-        """Returns Σ min of the target's and the draft's probabilities, ``[rows]``, where p holds the share ``mass``."""
-        return self.alpha if self.mass is None else torch.minimum(self.p * self.mass[:, None], self.q).sum(-1)
-
-    def spread(self, gradient: Tensor) -> Tensor:
-        """Converts a gradient by these outcomes' logits to one by the draft's logits of all ids, ``[rows, vocab]``."""
-        return gradient
-
-
-class FoldedDistributions(TokenDistributions):
-    """Distributions over the target's k most probable ids, and one outcome for all other ids.
-
-    The divergences of the folded distributions bound the true ones from below, and cost k + 1 values per row. The
-    gradient by the logit of a folded id v is that of the common outcome times q(v) / q(others).
-
-    Args:
-        ids: The target's top ids, the most probable first, ``[rows, k]``.
-        log_p: Their log-probabilities.
-        logits: The draft's logits, ``[rows, vocab]``, in float32 or float64.
-    """
-
-    def __init__(self, ids: Tensor, log_p: Tensor, logits: Tensor) -> None:
-        largest, self.best_drafted = logits.max(-1)
-        q = logits.softmax(-1)
-        self.logits, self.log_sum = logits, largest - q.gather(1, self.best_drafted[:, None])[:, 0].log()
-        log_q = self.log_q_of(ids)
-        self.ids, self.best, self.others = ids, ids[:, 0], q.scatter_(1, ids, 0.0)
-        self.rest = self.others.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-        if ids.shape[1] < logits.shape[1]:
-            tail = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
-            log_p, log_q = torch.cat([log_p, tail.log()], -1), torch.cat([log_q, self.rest.log()], -1)
-        super().__init__(log_p, log_q)
-
-    def log_q_of(self, ids: Tensor) -> Tensor:
-        """See `TokenDistributions.log_q_of`."""
-        return self.logits.gather(1, ids) - self.log_sum[:, None]
-
-    def all_q(self) -> Tensor:
-        """See `TokenDistributions.all_q`."""
-        return self.others.scatter(1, self.ids, self.q[:, : self.ids.shape[1]])
-
-    def spread(self, gradient: Tensor) -> Tensor:
-        """See `TokenDistributions.spread`."""
-        spread = self.others * (gradient[:, -1:] / self.rest)
-        return spread.scatter_(1, self.ids, gradient[:, : self.ids.shape[1]])
 
 
 @dataclass
@@ -170,6 +69,7 @@ class TargetRows:
         some: Values = {name: each[rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
         return replace(self, **some)
 
+    @torch.no_grad()
     def log_probs(self, vocab: int) -> Tensor:
         """Returns the log-probabilities of the first ``vocab`` ids, ``[rows, vocab]``, where all of them are known."""
         assert self.values is not None
@@ -177,22 +77,87 @@ class TargetRows:
             return self.values
         return log_probs(self.head(self.values.to(self.head.linear.weight.dtype), vocab))
 
-    def compare(self, logits: Tensor) -> TokenDistributions:
-        """Returns the rows' distributions and the draft's ``logits [rows, vocab]`` in the cheapest form to compare."""
-        if self.values is None:
+    def compare(self, logits: Tensor) -> "TokenDistributions":
+        """Returns the rows' distributions and the draft's, whose ``logits [rows, vocab]`` are float32 or float64.
+
+        With ids they are those of the k ids and of one outcome for all others. Their divergences bound the true ones
+        from below, and cost k + 1 values per row.
+        """
+        if self.ids is None:
             log_q = logits.log_softmax(-1)
-            pair = TokenDistributions(log_q, log_q)  # of the target's the text's own tokens alone are known
-            pair.best = self.labels
-        elif self.ids is not None:
-            pair = FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
-        else:
-            log_q = logits.log_softmax(-1)
-            pair = TokenDistributions(self.log_probs(log_q.shape[1]).to(log_q.dtype), log_q)
-        pair.labels, pair.mass, pair.learnable = self.labels, self.mass, self.learnable
-        return pair
+            # without values the text's own tokens alone are known of the target
+            log_p = log_q if self.values is None else self.log_probs(log_q.shape[1]).to(log_q.dtype)
+            return TokenDistributions(log_p, log_q, self, log_q)
+        assert self.values is not None
+        ids, log_p = self.ids.long(), self.values.to(logits.dtype)
+        outcomes = logits.gather(1, ids)
+        if ids.shape[1] < logits.shape[1]:
+            others = logits.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+            tail = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
+            log_p, outcomes = torch.cat([log_p, tail.log()], -1), torch.cat([outcomes, others], -1)
+        return TokenDistributions(log_p, outcomes.log_softmax(-1), self, logits)
 
 
-Weight = Tensor | float
+@dataclass
+class TokenDistributions:
+    """Distributions of target and draft for the same rows.
+
+    Attributes:
+        log_p: The target's log-probabilities ``[rows, outcomes]``, in float32 or float64.
+        log_q: The draft's.
+        target: What else is known of the target.
+        logits: The draft's logits of all ids, up to a constant of each row, ``[rows, vocab]``.
+    """
+
+    log_p: Tensor
+    log_q: Tensor
+    target: TargetRows
+    logits: Tensor
+
+    @property
+    def p(self) -> Tensor:
+        """The target's probabilities, ``[rows, outcomes]``."""
+        return self.log_p.exp()
+
+    @property
+    def q(self) -> Tensor:
+        """The draft's, ``[rows, outcomes]``."""
+        return self.log_q.exp()  # softmax would be faster on a CPU, and lose digits in saturated rows
+
+    @property
+    def alpha(self) -> Tensor:
+        """Σ min(p, q), ``[rows]``."""
+        return torch.minimum(self.p, self.q).sum(-1)
+
+    def kl(self) -> Tensor:
+        """Returns KL(p‖q), ``[rows]``."""
+        return (self.p * (self.log_p - self.log_q)).sum(-1)
+
+    def tv(self) -> Tensor:
+        """Returns the total variation, ``[rows]``."""
+        return (self.p - self.q).abs().sum(-1) * 0.5
+
+    def label_loss(self) -> Tensor:
+        """Returns −log q of the text's own tokens, ``[rows]``; 0 where the draft has no logit of it."""
+        labels = self.target.labels
+        assert labels is not None
+        log_q = self.log_q if self.target.ids is None else self.logits.log_softmax(-1)
+        return functional.nll_loss(log_q, labels, reduction="none", ignore_index=-1)
+
+    def agreement(self) -> Tensor:
+        """Returns 1 where the draft's most probable token is the target's, ``[rows]``."""
+        target = self.target
+        best = self.log_p.argmax(-1) if target.ids is None else target.ids[:, 0]
+        if target.values is None:
+            assert target.labels is not None
+            best = target.labels
+        same = best.eq(self.logits.argmax(-1)).to(self.log_q.dtype)
+        return same if target.learnable is None else same * target.learnable
+
+    def accepted(self) -> Tensor:
+        """Returns Σ min of the target's and the draft's probabilities, ``[rows]``, where p holds the share ``mass``."""
+        mass = self.target.mass
+        return self.alpha if mass is None else torch.minimum(self.p * mass[:, None], self.q).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -204,63 +169,21 @@ class Divergence:
     def loss(self, pair: TokenDistributions) -> Tensor:
         """Returns the divergence of every row, ``[rows]``; differentiable."""
         if self.name == "neg_log_alpha":
-            return -_positive(pair.alpha).log()
+            alpha = pair.alpha
+            return -alpha.clamp_min(torch.finfo(alpha.dtype).tiny).log()  # there may be no overlap at all in float32
+        if self.name == "lk_hybrid":
+            share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
+            return share * pair.kl() + (1 - share) * pair.tv()
         if self.name == "reverse_kl":
             return (pair.q * (pair.log_q - pair.log_p)).sum(-1)
         if self.name == "jsd":
-            log_m = _log_mixture(pair)
-            return 0.5 * (pair.p * (pair.log_p - log_m)).sum(-1) + 0.5 * (pair.q * (pair.log_q - log_m)).sum(-1)
-        kl, tv, label = self._weights(pair)
-        return _weighted(
-            (kl, lambda: (pair.p * (pair.log_p - pair.log_q)).sum(-1)),
-            (tv, lambda: (pair.p - pair.q).abs().sum(-1) * 0.5),
-            (label, pair.label_loss),
-        )
-
-    def gradient(self, pair: TokenDistributions) -> Tensor:
-        """Returns the gradient of every row's loss with respect to the draft's logits, ``[rows, vocab]``.
-
-        A loss d(q) with slopes g = ∂d/∂q has the gradient q·(g − Σ q g) with respect to the logits of q.
-        """
-        if self.name == "reverse_kl":
-            return pair.spread(pair.q * (pair.log_q - pair.log_p - self.loss(pair)[:, None]))
-        if self.name == "jsd":
-            slope = pair.log_q - _log_mixture(pair)
-            return pair.spread(0.5 * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True)))
-        if self.name == "neg_log_alpha":
-            return pair.spread(_tv_gradient(pair) / _positive(pair.alpha)[:, None])
-        kl, tv, label = (w[:, None] if isinstance(w, Tensor) else w for w in self._weights(pair))
-        if label:
-            return _weighted((tv, lambda: pair.spread(_tv_gradient(pair))), (label, pair.label_gradient))
-        return pair.spread(_weighted((kl, lambda: pair.q - pair.p), (tv, lambda: _tv_gradient(pair))))
-
-    def _weights(self, pair: TokenDistributions) -> tuple[Weight, Weight, float]:
-        if self.name == "lk_hybrid":
-            share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
-            return share, 1 - share, 0
-        return WEIGHTS[self.name]
-
-
-def _weighted(*terms: tuple[Weight, Callable[[], Tensor]]) -> Tensor:
-    """Returns the weighted sum of those terms whose weight is not the number 0."""
-    there = [(weight, term()) for weight, term in terms if isinstance(weight, Tensor) or weight]
-    weighted = [w * t if isinstance(w, Tensor) or w != 1 else t for w, t in there]
-    return sum(weighted[1:], weighted[0])
-
-
-def _tv_gradient(pair: TokenDistributions) -> Tensor:
-    below = torch.heaviside(pair.p - pair.q, pair.p.new_full((), 0.5))  # where raising q raises α; half at a tie
-    return pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
+            log_m = torch.logaddexp(pair.log_p + math.log(0.5), pair.log_q + math.log(0.5))
+            return 0.5 * ((pair.p * (pair.log_p - log_m)).sum(-1) + (pair.q * (pair.log_q - log_m)).sum(-1))
+        terms = zip(WEIGHTS[self.name], (pair.kl, pair.tv, pair.label_loss))
+        parts = [term() if weight == 1 else term() * weight for weight, term in terms if weight]
+        return sum(parts[1:], parts[0])
 
 
 def log_probs(logits: Tensor) -> Tensor:
     """Returns log-probabilities ``[rows, vocab]`` in float32 (float64 stays): halves are too rough to rank by."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _log_mixture(pair: TokenDistributions) -> Tensor:
-    return torch.logaddexp(pair.log_p + math.log(0.5), pair.log_q + math.log(0.5))
-
-
-def _positive(alpha: Tensor) -> Tensor:
-    return alpha.clamp_min(torch.finfo(alpha.dtype).tiny)  # two distributions may not overlap at all in float32

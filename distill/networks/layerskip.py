@@ -36,12 +36,6 @@ def exits_on(settings: LayerSkipSettings, layers: int, step: int) -> list[int]:
     return list(range(step % distance, layers - 1, distance))
 
 
-def exit_weights(settings: LayerSkipSettings, exits: int) -> tuple[float, float]:
-    """Return the weight of each of a number of exits and of the last layer, whose sum over all is 1."""
-    total = 1 + settings.early_exit_scale * exits
-    return settings.early_exit_scale / total, 1 / total
-
-
 class LayerSkip:
     """Applies LayerSkip's recipe to a model in training mode. In evaluation no layer is dropped.
 
@@ -70,8 +64,9 @@ class LayerSkip:
         self.rates: list[float] = []
         self.exits: list[int] = []
         self.states: dict[int, Tensor] = {}
-        add = nn.Module.register_forward_hook
-        self.hooks = [add(layer, partial(self._hook, i), with_kwargs=True) for i, layer in enumerate(layers)]
+        self.hooks = [
+            layer.register_forward_hook(partial(self._hook, i), with_kwargs=True) for i, layer in enumerate(layers)
+        ]
 
     def begin(self, step: int) -> None:
         """Start a training step, counted from 0: its exits are set, and the layers' dropout rates."""
@@ -84,19 +79,18 @@ class LayerSkip:
         self.rates, self.exits = [], list(range(0, self.count - 1, -(-(self.count - 1) // WATCHED)))
 
     def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], places: Tensor) -> Tensor:
-        """Return the weighted sum of the last layer's loss and the exits'.
+        """Return the weighted mean of the last layer's loss, whose weight is 1, and the exits'.
 
         Args:
             last: Loss of the last layer.
             loss_of: Maps head inputs ``[rows, width]`` to their loss.
             places: Positions of the rows among all of the batch's, ``[rows]``.
         """
-        early, rest = exit_weights(self.settings, len(self.exits))
-        total = rest * last
-        for layer in self.exits if early else ():
-            total = total + early * loss_of(self.norm(self.states[layer].flatten(0, 1).index_select(0, places)))
+        scale = self.settings.early_exit_scale
+        exits = [self.norm(self.states[i].flatten(0, 1).index_select(0, places)) for i in self.exits if scale]
+        total = sum((scale * loss_of(states) for states in exits), last)
         self.states, self.exits = {}, []  # the rates stay: gradient checkpointing drops the same layers again
-        return total
+        return total / (1 + scale * len(exits))
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -12,6 +12,8 @@ from decode.errors import UserError
 from decode.models.heads.eagle import finish_of, finished, some_outputs
 from distill.networks.layers import probe_ids
 
+IMPOSSIBLE = 40.0  # what logits of ids that are no candidates are lowered by, so that divergences stay finite
+
 
 class LMHead(nn.Module):
     """Maps last hidden states of gathered rows to logits, as the model's own forward does.
@@ -23,9 +25,12 @@ class LMHead(nn.Module):
         linear: The output layer.
         markov: A second weight ``[vocab, rank]``, which is trained while the linear layer's is frozen. It multiplies
             the last ``rank`` numbers of hidden states, and the linear layer's weight those before. None: there is none.
+        candidates: Number of the linear layer's best ids, to which alone the second weight's products are added, and
+            which alone are drafted. 0: all ids.
     """
 
     markov: Tensor | None = None
+    candidates = 0
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -37,12 +42,13 @@ class LMHead(nn.Module):
 
     @classmethod
     def of(
-        cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None, markov: Tensor | None = None
-    ) -> "LMHead":
+        cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None, markov: Tensor | None = None,
+        candidates: int = 0,
+    ) -> "LMHead":  # fmt: skip
         """Return a head without a model."""
         head = cls.__new__(cls)
         nn.Module.__init__(head)
-        head.linear, head.scale, head.cap = linear, scale, cap
+        head.linear, head.scale, head.cap, head.candidates = linear, scale, cap, candidates
         object.__setattr__(head, "markov", markov)  # a parameter of another module, not of this one
         return head
 
@@ -68,17 +74,17 @@ class LMHead(nn.Module):
         else:
             bias = None if self.linear.bias is None else self.linear.bias[:vocab]
             products = functional.linear(states, self.linear.weight[:vocab], bias)
-        return products if self.markov is None else products.addmm(conditions, self.markov[:vocab].T.to(products.dtype))
+        if self.markov is None:
+            return products
+        if not self.candidates:
+            return products.addmm(conditions, self.markov[:vocab].T.to(products.dtype))
+        best, kept = products.topk(min(self.candidates, vocab), -1)
+        scores = best + (self.markov[kept].to(best.dtype) @ conditions[..., None])[..., 0]
+        return (products - IMPOSSIBLE).scatter(1, kept, scores)
 
     def finish(self, products: Tensor) -> Tensor:
         """Apply multiplier and soft-capping to the linear layer's output."""
         return finished(products, self.scale, self.cap)
-
-    def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return the derivative of `finish` where it gave these logits: one per logit, a number, or None for 1."""
-        if self.cap:
-            return self.scale * (1 - (logits / self.cap).square())
-        return None if self.scale == 1.0 else self.scale
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -63,8 +64,8 @@ def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBa
         values["head_dim"] = width // heads
     try:
         return AutoConfig.for_model(family, **(values | shape.extra))
-    except (ValueError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        first = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(f"architecture.model_type {family!r} cannot be built: {first}") from error
 
 
@@ -93,10 +94,7 @@ def build_model(
     """Return a model with random float32 weights that depend on the seed alone."""
     config = config_for(shape, vocab, tokenizer)
     with seeded(seed):
-        try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{shape.model_type} has no causal language model: {error}") from error
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 
@@ -350,29 +348,22 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     A language model's embeddings and output head are not decayed; a feature head's output head is. AdamW is PyTorch's
     fused one, except under a mixed precision, where Lightning clips no gradients of it. ``precision`` is Lightning's
     name of the training's.
-
-    Raises:
-        UserError: The class of the settings refuses its arguments.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     if isinstance(model, PreTrainedModel):
         tables.append(model.get_output_embeddings().weight)
     undecayed = {id(table) for table in tables}
     groups: dict[float, list[nn.Parameter]] = {settings.weight_decay: [], 0.0: []}
-    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
-        groups[settings.weight_decay if weight.ndim > 1 and id(weight) not in undecayed else 0.0].append(weight)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            groups[settings.weight_decay if weight.ndim > 1 and id(weight) not in undecayed else 0.0].append(weight)
     given = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
     if settings.optimizer == "adamw":
         fused = None if precision in AUTOCAST else True
         return AdamW(given, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
     kind, arguments = settings.optimizer_class()
-    try:
-        return kind(given, lr=settings.lr, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"training.optimizer is {settings.optimizer}, which cannot be made ({error}): correct class_path and "
-            "init_args, or choose adamw"
-        ) from error
+    optimizer: Optimizer = kind(given, lr=settings.lr, **arguments)
+    return optimizer
 
 
 def make_schedule(optimizer: Optimizer, settings: TrainingSettings, steps: int) -> LRScheduler:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from decode.errors import UserError
 from decode.models.heads.eagle import DraftHead
@@ -48,7 +47,7 @@ class TrainingModule(L.LightningModule):
     Args:
         model: The model to train, or its folder or Hub name.
         training: Optimiser and length, of which checkpoints keep the values.
-        steps: Optimiser steps in all; None: those of ``training``.
+        steps: Optimiser steps in all.
         seed: All randomness of step i is drawn from (seed, i, rank), so a resumed run needs no saved state of it.
 
     Attributes:
@@ -63,21 +62,18 @@ class TrainingModule(L.LightningModule):
     selected = 0
 
     def __init__(
-        self, model: Any, training: TrainingSettings | Values, steps: int | None = None, *, seed: int = 0, **kept: Any
+        self, model: Any, training: TrainingSettings | Values, steps: int, *, seed: int = 0, **kept: Any
     ) -> None:
         super().__init__()
         training = TrainingSettings(**training) if isinstance(training, dict) else training
-        if not (steps or training.steps):
-            raise UserError(f"steps is {steps}, as is training.steps: give the optimiser steps in all")
-        self.steps = steps or training.steps_for(0)
-        named = isinstance(model, str | Path)
-        kept |= {"training": asdict(training), "steps": self.steps, "seed": seed}
-        kept |= {"model": str(model)} if named else {}
+        kept |= {"training": asdict(training), "steps": steps, "seed": seed}
+        if isinstance(model, str | Path):
+            kept["model"] = str(model)
+            model = load_model(model, device="cpu", dtype="float32").train()
         self.save_hyperparameters(kept, logger=False)
-        self.model = load_model(model, device="cpu", dtype="float32").train() if named else model
-        self.training_settings, self.seed = training, seed
+        self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
         self.history: list[Metrics] = []
-        self.metrics: dict[str, MeanMetric] = {}
+        self.sums: dict[str, Tensor] = {}  # of a validation's metrics: sum and count
         self.bad_step = torch.tensor(-1)  # the first whose loss was no number, on the device, so that no step waits
         self.examples: dict[int, list[int]] = {}  # of the steps whose losses have yet to be checked
         self.strict_loading = all(weight.requires_grad for weight in self.model.parameters())  # Lightning's
@@ -105,14 +101,10 @@ class TrainingModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout a function of (seed, step, part of the step)."""
-        seed = self.seed_of(batch)
+        seed = (self.seed * 1_000_003 + self.global_step) * 1_009 + int(batch.get("part", 0))
         torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes 0.1 ms a step
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-
-    def seed_of(self, batch: Batch) -> int:
-        """The seed of this step and part."""
-        return (self.seed * 1_000_003 + self.global_step) * 1_009 + int(batch.get("part", 0))
 
     @property
     def logs_this_step(self) -> bool:
@@ -153,16 +145,13 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begins new means. Weights whose training loss was not finite are neither validated nor saved."""
-        self.metrics = {}
+        self.sums = {}
         self.check_finite()
 
     def measure(self, name: str, total: Tensor, count: Tensor | int) -> None:
         """Adds a batch's sum and count to the mean of a metric, over all batches and ranks."""
-        if name not in self.metrics:
-            self.metrics[name] = MeanMetric(nan_strategy=math.nan).to(self.device)  # "disable" would drop weights too
-            self.metrics[name].set_dtype(torch.float64)
-        weight = torch.as_tensor(count, device=self.device).double().clamp_min(1e-30)  # the mean of nothing is 0
-        self.metrics[name].update(total.double() / weight, weight)
+        both = torch.stack([total.double(), torch.as_tensor(count, dtype=torch.double, device=total.device)])
+        self.sums[name] = self.sums[name] + both if name in self.sums else both
 
     def on_validation_epoch_end(self) -> None:
         """Adds the means over all batches and ranks to the history, and logs them as ``validation_<name>``.
@@ -170,7 +159,9 @@ class TrainingModule(L.LightningModule):
         Raises:
             UserError: One of them is not finite.
         """
-        values = self.further({name: float(metric.compute()) for name, metric in self.metrics.items()})
+        totals = torch.stack(ranks.exchange(torch.stack([*self.sums.values()]).cpu())).sum(0)
+        means = (total / max(count, 1e-30) for total, count in totals.tolist())  # the mean of nothing is 0
+        values = self.further(dict(zip(self.sums, means)))
         if not all(map(math.isfinite, values.values())):
             raise UserError(
                 f"validation at step {self.global_step} gave {values}: the model's output is not finite. Before the "

@@ -124,7 +124,6 @@ def fit(
     name: str,
     console: Console,
     logger: Logger | None = None,
-    callbacks: tuple[Callback, ...] = (),
 ) -> tuple[list[Metrics], float, int]:
     """Train to the end, from the last checkpoint in ``work`` if there is one; ends with the best weights.
 
@@ -136,7 +135,6 @@ def fit(
         name: Shown beside the progress.
         console: Where progress is shown.
         logger: Where losses and validations are logged.
-        callbacks: Further Lightning callbacks, beside those of the settings.
 
     Returns:
         The learning curve, ``{"step": ..., metric: value, ...}`` for every validation, step 0 included; the seconds of
@@ -159,7 +157,7 @@ def fit(
     resume = ModelCheckpoint(
         work, "last-{step}", monitor="step", mode="max", save_on_train_epoch_end=False, enable_version_counter=False
     )
-    timer, further = Timer(), [*settings.callback_instances(), *callbacks]
+    timer, further = Timer(), settings.callback_instances()
     bar = any(isinstance(callback, ProgressBar) for callback in further)
     strategy: Any = settings.strategy
     if sharded:
@@ -192,7 +190,7 @@ def fit(
         options["callbacks"] = [timer, *further, lines, stop, best, resume]
         try:
             trainer = L.Trainer(**options | settings.extra)
-        except (ValueError, MisconfigurationException) as error:
+        except (TypeError, ValueError, MisconfigurationException) as error:
             raise UserError(f"Lightning refuses the settings of the section trainer: {error}") from error
         try:
             if last is None:

@@ -51,7 +51,6 @@ from distill.networks.models import config_for
 from distill.rehearse import StepTimes
 from distill.run import Run
 from distill.stages import run_stages
-from distill.training.trainer import peak_memory
 
 LARGE, MIDDLE, SMALL = "Qwen3-1.7B", "Qwen3-0.6B", "Qwen3-0.6B of four layers"
 SHAPES = {LARGE: (2048, 28), MIDDLE: (1024, 28), SMALL: (1024, 4)}  # width and layers
@@ -115,7 +114,7 @@ def head_rows() -> Iterator[Row]:
         work = reads * work + 2 * random_model(MIDDLE, device="meta").num_parameters()
         (began, _), *rest = StepTimes.ends
         speed = sum(tokens for _, tokens in rest) / (rest[-1][0] - began)
-        memory = peak_memory(DEVICE) / 1e9
+        memory = torch.cuda.max_memory_allocated(DEVICE) / 1e9
         yield training_row(f"{kind}, {settings.student.steps} tokens deep", speed, work * speed / products, memory)
 
 
@@ -223,7 +222,7 @@ def timed(function: Callable[[], object]) -> tuple[float, str]:
         function()
         synchronize(DEVICE)
         times.append(time.perf_counter() - began)
-    return statistics.median(times[3:]), f"{(peak_memory(DEVICE) - before) / 1e9:.2f}"
+    return statistics.median(times[3:]), f"{(torch.cuda.max_memory_allocated(DEVICE) - before) / 1e9:.2f}"
 
 
 def product_rate() -> float:

@@ -128,7 +128,8 @@ def measure(settings: Settings, steps: int, rounds: int, attention: str, console
         batches = DistillDataModule(TrainingBatches(data.train, schedule, steps), data.validation)
         trainer = replace(settings.trainer, validate_every=steps, validation_examples=4)
         with scratch_folder() as folder:
-            fit(module, batches, trainer, folder, name="speed", console=Console(quiet=True), callbacks=(clock,))
+            trainer.callback_instances = lambda: [clock]
+            fit(module, batches, trainer, folder, name="speed", console=Console(quiet=True))
 
     sides, seconds = {"speculators": theirs, "draftsmith": ours}, dict[str, list[float]]()
     for number in range(rounds):

@@ -47,7 +47,7 @@ from distill.run import Run
 from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import DistillModule
-from distill.training.trainer import fit, peak_memory
+from distill.training.trainer import fit
 
 WARM = 5  # steps that are not timed
 
@@ -151,17 +151,18 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
         )
         if signal.kind != "online":
-            keep_columns(Kept(signal.columns, run.work / "speed-signal"), [kept], signal.kept)
+            keep_columns(Kept(signal.columns, folder / "signal"), [kept], signal.kept)
         frozen, precision = LanguageModelDraft(reference.to(device), 1), settings.trainer.precision
         shapes, losses = reference_losses(frozen, signal, Divergence(draft.divergence), precision)
-        keep_columns(Kept(shapes, run.work / "speed-losses"), [kept], losses)
+        keep_columns(Kept(shapes, folder / "losses"), [kept], losses)
         prepared = time.perf_counter() - began
         module = DistillModule(
             LanguageModelDraft(student.train(), 1), signal, training, steps, settings=draft, seed=settings.seed
         )
         batches = DistillDataModule(TrainingBatches(kept, schedule, steps), kept)
         trainer = replace(settings.trainer, validate_every=steps, devices=1, strategy="auto")
-        fit(module, batches, trainer, folder / "work", name="bench", console=Console(quiet=True), callbacks=(clock,))
+        trainer.callback_instances = lambda: [clock]
+        fit(module, batches, trainer, folder / "work", name="bench", console=Console(quiet=True))
         return prepared
 
     sides, losses = {"Trainer": with_trainer, "draftsmith": here}, dict[str, list[float]]()
@@ -176,7 +177,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             seconds, losses[side] = clock.ends[-1] - clock.ends[WARM - 1], [float(loss) for loss in clock.losses]
             step = 1000 * seconds / (steps - WARM)
             row = {"tokens_per_second": tokens / seconds, "step_ms": step, "prepare_seconds": prepared}
-            memory = {"memory_gb": peak_memory(device) / 1e9} if device.type == "cuda" else {}
+            memory = {"memory_gb": torch.cuda.max_memory_allocated(device) / 1e9} if device.type == "cuda" else {}
             measured[side].append(row | memory)
     ratios = [ours["tokens_per_second"] / theirs["tokens_per_second"] for theirs, ours in zip(*measured.values())]
     medians = {side: {k: statistics.median(row[k] for row in rows) for k in rows[0]} for side, rows in measured.items()}

@@ -52,6 +52,10 @@ def synthetic(n: int, *, seed: int, exits: int = 3, width: int = 12, soft: bool 
     return Features(list(range(1, exits + 1)), inputs, z.sigmoid() if soft else y, y, text)
 
 
+def trained(train: Features, held: Features, work: Path, label: str = "match", l2=PENALTIES, logger=None):
+    return train_probes(train, held, label, l2, TrainerSettings(accelerator="cpu"), work, logger)
+
+
 def model_of(tiny, **options):
     return tiny("llama", num_hidden_layers=4, **options)
 
@@ -133,9 +137,9 @@ def test_the_targets_generation_settings_are_applied(tiny) -> None:
 
 
 @pytest.mark.parametrize("l2", [1e-3, 1e-1])
-def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: float) -> None:
+def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: float, tmp_path) -> None:
     train, held = synthetic(3000, seed=1), synthetic(500, seed=2)
-    for probe in train_probes(train, held, "match", [l2]):
+    for probe in trained(train, held, tmp_path, "match", [l2]):
         i = probe.layer - 1
         x = train.inputs[i] if len(probe.extra) else train.inputs[i, :, :-3]
         x, penalty = x.double(), torch.full((x.shape[-1],), l2, dtype=torch.double)
@@ -147,26 +151,25 @@ def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: fl
         torch.testing.assert_close(ours.double(), torch.from_numpy(expected.decision_function(z)), atol=0.02, rtol=0.02)
 
 
-def test_soft_labels_are_estimated_as_probabilities_and_labels_of_a_single_class_are_refused() -> None:
+def test_soft_labels_are_estimated_as_probabilities_and_labels_of_a_single_class_are_refused(tmp_path) -> None:
     train, held, test = (synthetic(2000, seed=s, soft=True) for s in (1, 2, 3))
-    for probe in train_probes(train, held, "accept", [1e-5]):
+    for probe in trained(train, held, tmp_path, "accept", [1e-5]):
         error = logits(probe, test).sigmoid() - test.labels[probe.layer - 1]
         assert error.abs().mean() < 0.03
     train.labels[1] = 1.0
     with pytest.raises(UserError, match="exit layer 2 is accepted"):
-        train_probes(train, train, "match", PENALTIES)
+        trained(train, train, tmp_path)
 
 
-def test_metrics_are_what_their_formulas_say_and_calibration_mends_them() -> None:
+def test_metrics_are_what_their_formulas_say_and_calibration_mends_them(tmp_path) -> None:
     p, y = torch.tensor([0.9, 0.8, 0.3, 0.1]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    metrics = judged({"probe": p}, y)
+    metrics = judged(p, y)
     assert metrics["auroc"] == 0.75
-    assert metrics["base_rate"] == 0.5
     assert metrics["brier"] == pytest.approx((0.01 + 0.64 + 0.49 + 0.01) / 4)
     assert metrics["ece"] == pytest.approx((0.1 + 0.8 + 0.7 + 0.1) / 4)
-    assert judged({"probe": p}, torch.ones(4))["auroc"] is None
+    assert judged(p, torch.ones(4))["auroc"] is None
     train, held = (synthetic(2000, seed=s) for s in (1, 2))
-    probe = train_probes(train, held, "match", PENALTIES)[0]
+    probe = trained(train, held, tmp_path)[0]
     probe.weight, probe.bias, probe.temperature = 4 * probe.weight, 4 * probe.bias, 1.0  # overconfident
     calibrate(probe, held)
     assert probe.temperature == pytest.approx(4, rel=0.3)
@@ -183,31 +186,31 @@ def test_exits_outside_the_model_are_refused(tiny) -> None:
 def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds(monkeypatch) -> None:
     asked = []
 
-    class Trials:
+    class Rounds:
         """Exit 2 with short drafts and low thresholds is the fastest; the rows are those of the settings asked for."""
 
         def __init__(self, *_) -> None:
-            self.probes, self.mode = "", Mode("greedy", LogitsWarper(), "match")
+            self.records = {}
 
-        def validation(self, count: int) -> int:
-            return count
+        def run(self, suites, settings):
+            asked.append((getattr(suites[0], "prompts", suites[0]), settings))
+            rows = []
+            for entry in settings:
+                o = entry.options
+                speed = 3 - abs(o.exit_layer - 2) - o.draft_length / 90 - (o.threshold or 0)
+                rows.append({"name": entry.name, "method": entry.method, "speedup": speed, "accepted_per_drafted": 0.7})
+                self.records["suite", 0.0, 1, entry.name] = Record()
+            return rows
 
-        def __call__(self, suite, settings):
-            asked.append((suite, settings))
-            options = {entry.name: entry.options for entry in settings}
-            speeds = {
-                name: 3 - abs(o.exit_layer - 2) - o.draft_length / 90 - (o.threshold or 0)
-                for name, o in options.items()
-            }
-            accepted = {"accepted_per_drafted": 0.7}
-            rows = [{"name": s.name, "method": s.method, "speedup": speeds[s.name], **accepted} for s in settings]
-            return rows, {name: Record() for name in (*speeds, "autoregressive")}
-
-    monkeypatch.setattr(exit_search, "Trials", Trials)
-    monkeypatch.setattr(exit_search, "test_suite", lambda *_: "test")
-    run = SimpleNamespace(corpus=None, settings=SimpleNamespace(data=SimpleNamespace(source="")))
-    rows, tried = best_settings(run, None, GREEDY_MODE, [1, 2, 3, 5, 9], ProbeSettings(confirm=2))  # type: ignore[arg-type]
-    assert [(suite, len(settings)) for suite, settings in asked] == [(3, 5), (3, 60), (12, 10), ("test", 5)]
+    for name, made in {"Benchmark": Rounds, "Session": lambda *_: None, "test_suite": lambda *_: "test"}.items():
+        monkeypatch.setattr(exit_search, name, made)
+    settings = SimpleNamespace(data=SimpleNamespace(source=""), seed=0, threads=None)
+    run = SimpleNamespace(corpus=None, tokenizer=None, folder=Path(), settings=settings)
+    mode = Mode("greedy", LogitsWarper(), "match", {"validation": [([1, 2], 1)] * 20})
+    rows, tried = best_settings(run, None, mode, [1, 2, 3, 5, 9], ProbeSettings(confirm=2))  # type: ignore[arg-type]
+    assert [len(settings) for _, settings in asked] == [5, 60, 10, 5]
+    assert [len(prompts) for prompts, _ in asked[:3]] == [3, 3, 12]
+    assert asked[3][0] == "test"
     assert {s.options.exit_layer for s in asked[1][1]} == {1, 2, 3}  # by drafts of one length
     assert {s.options.threshold for s in asked[2][1] if s.method == "adaspeed"} == {0.3, 0.6}
     assert [(s.method, s.options.exit_layer, s.options.draft_length) for s in asked[3][1]] == [
@@ -252,14 +255,14 @@ class Kill(Callback):
 
 def test_a_killed_fit_goes_on_and_its_curves_reach_loggers_and_callbacks(tmp_path, monkeypatch) -> None:
     train, held = synthetic(1500, seed=1), synthetic(500, seed=2)
-    whole = train_probes(train, held, "match", PENALTIES)
+    whole = trained(train, held, tmp_path)
     for end in (3, EPOCHS):  # in the middle, and after the last checkpoint
         monkeypatch.setattr(TrainerSettings, "callback_instances", lambda _, end=end: [Kill(end)])
         with pytest.raises(Killed) if end < EPOCHS else nullcontext():
-            train_probes(train, held, "match", PENALTIES, work=tmp_path / str(end))
+            trained(train, held, tmp_path / str(end))
         monkeypatch.undo()
         continued = CSVLogger(tmp_path, name=f"continued-{end}")
-        probes = train_probes(train, held, "match", PENALTIES, work=tmp_path / str(end), logger=continued)
+        probes = trained(train, held, tmp_path / str(end), logger=continued)
         for one, other in zip(whole, probes, strict=True):
             assert torch.equal(one.weight, other.weight)
             assert (one.bias, one.temperature) == (other.bias, other.temperature)
@@ -273,7 +276,7 @@ def test_the_documented_function_reads_a_probe_with_plain_transformers(tiny, tmp
     model = model_of(tiny)
     texts = texts_of(model, PROMPTS, LogitsWarper(), 9)
     seen = collect(model, texts, GREEDY_MODE, [1, 3])
-    save_probes(tmp_path, model, train_probes(seen, seen, "match", [1.0]))
+    save_probes(tmp_path, model, trained(seen, seen, tmp_path / "work", "match", [1.0]))
     page = (Path(__file__).parents[2] / "docs" / "probes.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {}

@@ -14,13 +14,13 @@ def distributions(target: TargetRows, logits: Tensor) -> TokenDistributions:
     if target.values is None or target.ids is None:
         with torch.no_grad():
             log_p = log_q if target.values is None else target.log_probs(log_q.shape[1]).to(log_q.dtype)
-        return TokenDistributions(log_p, log_q)
+        return TokenDistributions(log_p, log_q, target, log_q)
     ids = target.ids.long()
     others = log_q.masked_fill(torch.zeros_like(log_q, dtype=torch.bool).scatter(1, ids, True), -torch.inf)
     log_p = target.values.to(logits.dtype)
     tail = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL).log()
-    log_q = torch.cat([log_q.gather(1, ids), others.logsumexp(-1, keepdim=True)], -1)
-    return TokenDistributions(torch.cat([log_p, tail], -1), log_q)
+    folded = torch.cat([log_q.gather(1, ids), others.logsumexp(-1, keepdim=True)], -1)
+    return TokenDistributions(torch.cat([log_p, tail], -1), folded, target, log_q)
 
 
 def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None) -> tuple[Tensor, Compared]:
@@ -33,11 +33,6 @@ def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None)
     logits = head.finish(products)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     pair = distributions(target, logits)
-    pair.mass = target.mass
-    if target.labels is not None:
-        known = target.labels >= 0
-        of_text = -logits.log_softmax(-1).gather(1, target.labels.clamp_min(0)[:, None])[:, 0] * known
-        pair.label_loss = lambda: of_text  # type: ignore[method-assign]
     losses = divergence.loss(pair)
     best = pair.log_p.argmax(-1) if target.ids is None else target.ids[:, 0]
     best = target.labels if target.values is None else best

@@ -102,18 +102,18 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"),
+    ("kind", "shape", "vocab"),
     [
-        ("dspark", {}),
-        ("dflash", {}),
-        ("dflash", {"window": 4}),
-        ("dspark", {"window": 3, "causal": True}),
-        ("dflash2", {"block": 4}),
-        ("dflash2 measured", {"is_causal": None, "window": 3}),
-        ("dflash2 measured", {"block": 4, "candidates": 20}),  # texts' tokens are often among them
+        ("dspark", {}, None),
+        ("dflash", {}, 24),
+        ("dflash", {"window": 4}, None),
+        ("dspark", {"window": 3, "causal": True}, 24),
+        ("dflash2", {"block": 4}, None),
+        ("dflash2", {"block": 4}, 24),
+        ("dflash2 measured", {"is_causal": None, "window": 3}, None),
+        ("dflash2 measured", {"block": 4, "candidates": 20}, 24),  # texts' tokens are often among them
     ],
 )
-@pytest.mark.parametrize("vocab", [None, 24])
 def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab: int | None) -> None:
     """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
     target, draft, signal = make(kind.split()[0], draft_vocab=vocab, **shape)
@@ -129,15 +129,13 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
         tokens = batch["input_ids"][text].tolist()
         p = target(input_ids=torch.tensor([tokens])).logits[0].softmax(-1).detach()
         for anchor in mask[text].nonzero()[:, 0].tolist():
-            wanted = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0]
-            for slot in range(head.drafts):
+            length = int(mask[text, anchor : anchor + head.drafts].cumprod(0).sum())
+            wanted, inside, _ = plain_block(head, target, tokens[: anchor + 1], head.drafts)
+            path = tokens[anchor + 1 : anchor + length]
+            scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts).detach()
+            for slot in range(length):
                 at = anchor + slot
-                if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
-                    break
-                plain = wanted[slot]
-                path = tokens[anchor + 1 : at + 1]
-                scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
-                plain = plain if chooses and head.training else scored
+                plain = wanted[slot] if chooses and head.training else scored[slot]
                 drafted = plain.isfinite()
                 torch.testing.assert_close(logits[number][drafted], plain[drafted], rtol=1e-5, atol=1e-6)
                 q, mine = plain.softmax(-1), p[at] if ids is None else p[at][ids]
@@ -145,7 +143,7 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
                     best, order = int(mine.argmax()), wanted[slot].argsort(descending=True)[: head.candidates].tolist()
                     order = order if best in order else [*order[:-1], best]
                     before = head.markov_head.markov_w1.weight[tokens[at]]
-                    m = head.markov_head(plain_block(head, target, tokens[: anchor + 1], head.drafts)[1][slot], before)
+                    m = head.markov_head(inside[slot], before)
                     scores = (wanted[slot] + head.markov_head.markov_w2(m))[order].detach()
                     choices.append(float(scores.logsumexp(0) - scores[order.index(best)]))
                 if ids is not None:  # the head drafts every second id

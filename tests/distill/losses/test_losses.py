@@ -18,7 +18,7 @@ from decode.errors import UserError
 from distill.config.base import DivergenceName
 from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
-from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
+from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import accepted_rows, by_reach, reach, share, top_k
 from distill.networks.lm_head import LMHead
 
@@ -126,12 +126,9 @@ def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype) -> 
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypatch) -> None:
     monkeypatch.setattr(chunked, "FEWEST_ROWS", size)
-    for waiting in (0, 1 << 23):  # the weight's gradient is updated after each chunk, or at the end
-        monkeypatch.setattr(chunked, "WAITING", waiting)
-        monkeypatch.setattr(chunked, "MOST_WAITING", waiting)
-        for name in ("kl_tv", "dspark"):
-            assert all(close(*both) for both in results(case(kind, dtype=torch.float64), name))
-            assert all(close(*both) for both in results(case(kind), name, CHOSEN))
+    for name in ("kl_tv", "dspark"):
+        assert all(close(*both) for both in results(case(kind, dtype=torch.float64), name))
+        assert all(close(*both) for both in results(case(kind), name, CHOSEN))
 
 
 @pytest.mark.parametrize(("vocab", "known"), [(48, 56), (56, 48)])
@@ -172,12 +169,11 @@ def test_an_ablation_may_need_more_kernels_than_pytorch_compiles_of_a_function(m
     )
     torch.compiler.reset()
     rows = case("plain")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1):
         warnings.simplefilter("error", UserWarning)
-        for name in ("forward_kl", "reverse_kl", "tv", "kl_tv", "jsd"):
-            for metrics in (True, False):
-                total, _ = chunked_loss(rows, Divergence(name), compiled=True, metrics=metrics)
-                assert total.item() == pytest.approx(plain_loss(rows, Divergence(name))[0].item(), rel=1e-6)
+        for name in ("forward_kl", "tv", "jsd"):
+            total, _ = chunked_loss(rows, Divergence(name), compiled=True, metrics=False)
+            assert total.item() == pytest.approx(plain_loss(rows, Divergence(name))[0].item(), rel=1e-6)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -203,8 +199,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("chosen", [None, torch.arange(0, 300, 2)])
 def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen, monkeypatch) -> None:
-    for name, value in {"FEWEST_ROWS": 20, "WAITING": 0, "MOST_WAITING": 0}.items():
-        monkeypatch.setattr(chunked, name, value)
+    monkeypatch.setattr(chunked, "FEWEST_ROWS", 20)
     rows = case(vocab=400, known=400, rows=300)
     with Largest() as seen:
         compare(rows, Divergence())
@@ -293,20 +288,22 @@ HAND = {
 @pytest.mark.parametrize("name", HAND)
 def test_a_divergence_agrees_with_its_formula_by_hand(name) -> None:
     """Of different and of equal distributions, of which the text's token is the second, then unknown to the draft."""
-    rows = TokenDistributions(*(torch.tensor([row, [0.9, 0.1]]).log() for row in ([0.5, 0.5], [0.25, 0.75])))
-    rows.labels = torch.tensor([1, -1])
+    p, q = (torch.tensor([row, [0.9, 0.1]]).log() for row in ([0.5, 0.5], [0.25, 0.75]))
+    rows = TargetRows(p, 2, labels=torch.tensor([1, -1])).compare(q)
     assert Divergence(name).loss(rows).tolist() == pytest.approx([HAND[name], 0.0], abs=1e-6)
-    if name not in ("cross_entropy", "dspark"):
-        assert Divergence(name).gradient(rows)[1].tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
     assert rows.alpha.tolist() == pytest.approx([ALPHA, 1.0])
 
 
 def test_alpha_and_agreement_by_hand() -> None:
     p, q = ([0.7, 0.2, 0.1], [0.3, 0.6, 0.1]), ([0.5, 0.5, 1e-9], [0.8, 0.2, 1e-9])
-    rows = TokenDistributions(torch.tensor(q).log(), torch.tensor(p).log())
+    target = TargetRows(torch.tensor(q).log(), 3)
+    rows = target.compare(torch.tensor(p).log())
     assert rows.accepted().tolist() == pytest.approx([0.7, 0.5], abs=1e-5)
     assert rows.agreement().tolist() == [1.0, 0.0]
-    rows.mass, rows.learnable = torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])  # the head drafts a part of the ids
+    target.mass, target.learnable = (
+        torch.tensor([0.5, 1.0]),
+        torch.tensor([0.0, 1.0]),
+    )  # the head drafts a part of the ids
     assert rows.accepted().tolist() == pytest.approx([0.45, 0.5], abs=1e-5)
     assert rows.agreement().tolist() == [0.0, 0.0]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.data.dataset import Examples, label_mask
-from distill.losses.divergences import TokenDistributions
+from distill.losses.divergences import TargetRows
 from distill.networks.layers import decoder_layers, final_norm, state_of
 from distill.signal.kept import keep_columns, size_of
 from distill.signal.target import HIDDEN, Signal, read_states
@@ -96,6 +96,6 @@ def test_the_top_ids_are_exact_and_all_others_one_outcome(tiny) -> None:
     assert torch.allclose(rows.values, top.values, atol=1e-4)
     tail = 1 - top.values.exp().sum(-1)
     assert mean_tail(examples) == pytest.approx(tail.mean().item(), abs=1e-6)
-    true, known = TokenDistributions(exact, logits.log_softmax(-1)), rows.compare(logits)
+    true, known = TargetRows(exact, 40).compare(logits), rows.compare(logits)
     assert ((true.alpha - known.alpha).abs() <= tail + 1e-6).all()
     assert torch.allclose(known.alpha, distributions(rows, logits).alpha, atol=1e-6)
