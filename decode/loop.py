@@ -164,12 +164,12 @@ class Text:
         What stands in the draft behind a token that ends a text, and all of it behind the place where this one ends,
         is no part of the round.
         """
-        v, ids, length = verified, draft.ids, len(self.ids)
-        cut = draft.depth >= self.remaining
+        v, ids, length, depth = verified, draft.ids, len(self.ids), draft.depth
+        cut = depth >= self.remaining
         new = self.accept([*(ids[i] for i in v.path), v.token])
         ends = [token for token in ids if token in self.stop_ids]
-        kept = draft.depth if len(new) > len(v.path) else len(new)
-        if ends or kept < draft.depth:
+        kept = depth if len(new) > len(v.path) else len(new)
+        if ends or kept < depth:
             draft, place = draft.cut(ends, kept)
             path = [place[node] for node in v.path if node in place]
             tested = len(path) + ((path[-1] if path else -1) in draft.parents)

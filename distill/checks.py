@@ -1,7 +1,6 @@
 """What is refused before the first training because a rehearsal would not show it, or the run only hours later."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -82,7 +81,6 @@ def check_engine(run: Run) -> None:
     settings, teacher = run.settings, run.settings.teacher
     if not (teacher.served or teacher.in_engine):
         return
-    check_length(run)
     length, engine = settings.data.max_length, run.engine
     for number, model in enumerate(engine.models):
         if teacher.served and not (run.work / "responses").exists():
@@ -92,22 +90,6 @@ def check_engine(run: Run) -> None:
                 f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
                 f"with --max-model-len {length}, or lower data.max_length"
             )
-        if teacher.in_engine and Path(model.name).name != run.served_folder.name:
-            run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
-
-
-def check_length(run: Run) -> None:
-    """Refuse texts for an engine that are longer than its target reads.
-
-    Raises:
-        UserError: With the length that it does read.
-    """
-    positions, length = getattr(run.target_config, "max_position_embeddings", None), run.settings.data.max_length
-    if positions and positions < length:
-        raise UserError(
-            f"data.max_length is {length}, and the target reads texts of {positions} tokens: set data.max_length to "
-            f"{positions} at most"
-        )
 
 
 def _check_batches(run: Run) -> None:

@@ -76,7 +76,7 @@ def _kinds(model: str, *kinds: str) -> Callable[[Settings], bool]:
 
 def _samples(settings: Settings) -> bool:
     """Whether the number of test examples decides which rows are left to train on."""
-    own = "train" in settings.data.files or settings.data.source == "arithmetic" or _local(settings)
+    own = "train" in settings.data.files or settings.data.source == "arithmetic" or source_files(settings.data)
     return settings.data.from_target or not own
 
 
@@ -143,11 +143,6 @@ def measurement_fingerprint(settings: Settings) -> str:
     return fingerprint(VERSION, names, settings.data.test_examples, inputs(settings, ["measurement"]))
 
 
-def _local(settings: Settings) -> list[str]:
-    """Return the files of a data source that is no data set of the Hub."""
-    return source_files(settings.data)
-
-
 def _value(settings: Settings, name: str, stage: str) -> Any:
     """Return what a fingerprint holds of a setting."""
     trainer, data, draft = settings.trainer, settings.data, settings.drafts.get(stage)
@@ -174,7 +169,7 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
         case "data.chat_template":
             return data.template()
         case "data.source":
-            return value, files_state(_local(settings))
+            return value, files_state(source_files(settings.data))
         case "data.files":
             return value, files_state(data_files(settings.data))
         case "data.prompts":

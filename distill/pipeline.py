@@ -13,7 +13,7 @@ from rich.console import Console
 from decode.files import read_json, scratch_folder, write_json, write_text
 from decode.progress import working
 from distill import ranks
-from distill.checks import check_engine, check_length, signal_sizes
+from distill.checks import check_engine, signal_sizes
 from distill.config import Settings
 from distill.config.base import ENGINES, Signal, Values, change, refuse
 from distill.data.chat import show
@@ -131,7 +131,6 @@ def check_command(settings: Settings, console: Console) -> None:
     refuse(settings, (elsewhere, "teacher.signal", f"and check-engine is about {' and '.join(ENGINES)}: set it so"))
     run = Run(with_formats(settings), console)
     with alone_in(run):
-        check_length(run)
         run_stages(run, ("target",), check=False)
         length, given = run.settings.data.max_length, run.settings.teacher.engine.arguments
         served = run.protocol.command(run.served_folder, run.engine_layers, length, given)
@@ -190,8 +189,8 @@ def measure(run: Run) -> Values:
         log_report(run.logger, report, run.folder, upload=settings.upload)
     elif settings.evaluation:
         run.line(
-            "this process has no memory for the target, so that nothing is measured: see python -m decode serve-check "
-            f"--target {run.target} --draft {run.export} --engine vllm"
+            "this process has no memory for the target, so that nothing is measured; on a machine that has: "
+            f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
     write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")

@@ -9,18 +9,19 @@ import atexit
 import os
 import sys
 import warnings
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from decode.errors import UserError
 
@@ -29,8 +30,6 @@ Value = TypeVar("Value")
 COLLECTIVE, LONGEST_WAIT = timedelta(minutes=30), timedelta(hours=12)
 """How long a collective of a training may take, and how long a process waits for another one."""
 _waiting: Any = None  # the group of gloo; None: that of all processes
-MPI = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
-"""Where mpirun says how many processes it started."""
 
 
 def environment() -> ClusterEnvironment:
@@ -55,8 +54,6 @@ def environment() -> ClusterEnvironment:
             f"the job has {tasks} tasks (SLURM_NTASKS), and its batch script started this process alone: put srun "
             "before the command, or SLURM_NTASKS=1, with which it starts a process for each device itself"
         )
-    if (started := max(int(given.get(name) or 1) for name in MPI)) > 1:
-        raise UserError(f"{started} processes were started by mpirun: start as many with torchrun or srun")
     return LightningEnvironment()
 
 
@@ -91,23 +88,20 @@ def accelerator(trainer: Any) -> str:
 
 
 def _devices(trainer: Any) -> list[int]:
-    """The devices of this machine that ``trainer`` means; a list such as ``1,3`` names GPUs.
+    """The devices of this machine that ``trainer`` means, as Lightning reads them.
 
     Raises:
         UserError: It means none, or GPUs that are not there.
     """
-    devices, cuda = str(trainer.devices), accelerator(trainer) == "cuda"
-    available = torch.cuda.device_count() if cuda else 1
-    meant = list[int]()
-    with suppress(ValueError):
-        if "," in devices:
-            meant = [int(item) for item in devices.split(",") if item.strip()]
-        else:
-            meant = list(range(available if devices in ("auto", "-1") else int(devices)))
-    if not meant or (cuda and not set(meant) <= set(range(available))):
-        found = f"; PyTorch finds {available} GPUs" * cuda
-        raise UserError(f"trainer.devices is {devices}, expected auto, a number from 1 up, or GPUs such as 0,1{found}")
-    return meant
+    kind = CUDAAccelerator if accelerator(trainer) == "cuda" else CPUAccelerator
+    wanted, why = kind.auto_device_count() if trainer.devices == "auto" else trainer.devices, ""
+    try:
+        devices: Any = kind.parse_devices(wanted)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        devices, why = None, f" ({error})"
+    if not devices:
+        raise UserError(f"trainer.devices is {wanted}, expected auto, a number from 1 up, or GPUs such as 0,1{why}")
+    return list(range(devices)) if isinstance(devices, int) else list(devices)
 
 
 def local_device(trainer: Any) -> torch.device:

@@ -135,8 +135,6 @@ def _shrink_model(
     if model.model is not None:
         shape.model_type, grouped = _family_of(model.model, console)
         shape.extra = {}
-        if shape.model_type.startswith(("gemma3n", "gemma4")):
-            shape.extra["vocab_size_per_layer_input"] = len(tokenizer)
     change(shape, hidden_size=width, layers=layers, heads=4, intermediate_size=None, positions=2048)
     shape.extra |= {"num_key_value_heads": 2} if grouped else {}
     if model.model is not None:

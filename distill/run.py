@@ -44,7 +44,8 @@ from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
 from distill.engine.vllm import VLLM
 from distill.files import files_state, only_one, remove, sizes
-from distill.networks.models import config_of, hollow_target, open_frozen, source_folder
+from distill.networks.lm_head import LMHead, check_head
+from distill.networks.models import config_of, hollow_target, open_frozen, source_folder, use_attention
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
 """What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
@@ -228,7 +229,10 @@ class Run:
     @cached_property
     def frozen(self) -> PreTrainedModel:
         """The target that answers, gives its signal and is measured: one for the run, read straight to its device."""
-        return open_frozen(self.settings.target, self.served_folder, self.device)
+        model = open_frozen(self.settings.target, self.served_folder, self.device)
+        use_attention(model, self.settings.trainer.attention)
+        check_head(model, LMHead(model))
+        return model
 
     def release(self) -> None:
         """Let the target leave memory; it is read again where it is needed."""
@@ -237,10 +241,11 @@ class Run:
     def decoding_target(self) -> PreTrainedModel:
         """The target as it decodes: in float32 on a CPU, with the attention that it is loaded with."""
         target = self.settings.target
-        wide = self.device.type == "cpu" and target.dtype != "float32"
-        if wide or self.settings.trainer.attention != "auto":
-            self.release()
-        return open_frozen(replace(target, dtype="float32"), self.target, self.device) if wide else self.frozen
+        dtype = "float32" if self.device.type == "cpu" else target.dtype
+        if dtype == target.dtype and self.settings.trainer.attention == "auto":
+            return self.frozen
+        self.release()
+        return open_frozen(replace(target, dtype=dtype), self.target, self.device)
 
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
         """A target of one's own, not quantised; None: in its number format, where this process trains."""

@@ -10,10 +10,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Dataset
-from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError
 from decode.files import read_json
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
@@ -42,7 +40,6 @@ from distill.networks.models import (
     load_or_build,
     ready_to_save,
     source_folder,
-    use_attention,
     weights_dtype,
 )
 from distill.responses.on_policy import OnPolicy
@@ -51,7 +48,7 @@ from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
 from distill.signal.kept import keep_columns
-from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, Source, read_states
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, States, read_states
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
@@ -83,45 +80,53 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
     Returns:
         The names of the stages that were made.
     """
+    created = list[str]()
     try:
-        made = _run_stages(run, only, check)
-        ranks.barrier()  # another process may still ask the engine that this one started
+        for stage, key in stage_fingerprints(run.settings).items():
+            if (only is None or stage in only) and not _up_to_date(run, stage, key):
+                if check and not created and only != ("target",):
+                    with working(run.console, "checking data and models", bars=False):
+                        check_inputs(run)
+                _make(run, stage, key)
+                created.append(stage)
+        ranks.barrier()  # another process may still ask the engine
     finally:
         run.close()
-    return made
+    return created
 
 
-def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str]:
-    settings, console, made = run.settings, run.console, list[str]()
-    for stage, key in stage_fingerprints(settings).items():
-        if only is not None and stage not in only:
-            continue
-        kinds = {"target": f"target ({settings.target.kind})", "initial": f"student ({settings.student.kind})"}
-        title = kinds.get(stage, f"draft {stage}")
-        console.print(f"[bold]{title}[/bold] ({run.progress(stage)})", highlight=False, soft_wrap=True)
-        if run.record(stage, key) is not None:
-            run.line(f"up to date: {run.path(stage)}")
-            if ranks.is_first():
-                remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
-            continue
-        if before := read_json(run.work / f"{stage}.json").get("fingerprint"):
-            why = "is not as it was written" if before == key else "was made from other settings or files"
-            run.line(f"{run.path(stage)} {why}, and is made again")
-        if check and not made and only != ("target",):
-            with working(console, "checking data and models", bars=False):
-                check_inputs(run)
-        started = time.monotonic()
-        with working(console, title, bars=False):
-            if stage == "initial" and settings.student.draft.head:
-                result = untrained_head(run, key)
-            elif stage in ("target", "initial"):
-                result = language_model(run, stage, key)
-            else:
-                result = distil(run, stage, key)
-            run.put(stage, result.record, partial(result.save, run.tokenizer))
-        made.append(stage)
-        run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
-    return made
+def _title(run: Run, stage: str) -> str:
+    kinds = {"target": f"target ({run.settings.target.kind})", "initial": f"student ({run.settings.student.kind})"}
+    return kinds.get(stage, f"draft {stage}")
+
+
+def _up_to_date(run: Run, stage: str, key: str) -> bool:
+    """Print the title of a stage, and whether it has to be made."""
+    title = f"[bold]{_title(run, stage)}[/bold] ({run.progress(stage)})"
+    run.console.print(title, highlight=False, soft_wrap=True)
+    if run.record(stage, key) is not None:
+        run.line(f"up to date: {run.path(stage)}")
+        if ranks.is_first():
+            remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
+        return True
+    if before := read_json(run.work / f"{stage}.json").get("fingerprint"):
+        why = "is not as it was written" if before == key else "was made from other settings or files"
+        run.line(f"{run.path(stage)} {why}, and is made again")
+    return False
+
+
+def _make(run: Run, stage: str, key: str) -> None:
+    """Make a stage, and put its result in its place."""
+    started = time.monotonic()
+    with working(run.console, _title(run, stage), bars=False):
+        if stage == "initial" and run.settings.student.draft.head:
+            result = untrained_head(run, key)
+        elif stage in ("target", "initial"):
+            result = language_model(run, stage, key)
+        else:
+            result = distil(run, stage, key)
+        run.put(stage, result.record, partial(result.save, run.tokenizer))
+    run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
 
 
 # -- the target and the student ---------------------------------------------------------------------------------------
@@ -211,13 +216,7 @@ def untrained_head(run: Run, key: str) -> StageResult:
     if settings.draft.from_target:
         left = start_from_target(head, target)
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
-    record = new_record(run, key, head)
-    if record.parameters >= target.num_parameters() and not settings.draft.of_target:
-        raise UserError(
-            f"the head has {record.parameters:,} parameters and the target {target.num_parameters():,}: a draft has to "
-            "be smaller; lower student.draft_vocab or student.block.markov_rank"
-        )
-    return StageResult(record, head)
+    return StageResult(new_record(run, key, head), head)
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
@@ -248,120 +247,108 @@ class DistillData:
 
 def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     """Return what `answered_texts` does; an engine's states of its answers are kept as they come."""
-    teacher, student, target = run.settings.teacher, run.settings.student, run.settings.target
+    teacher = run.settings.teacher
 
     def arrivals(texts: str) -> Packed:
-        parts = run.target_parts().to(DTYPES[target.dtype])
-        named = student.model is not None and not student.draft.head
-        vocab = config_of(student, 0).get_text_config().vocab_size if named else None
-        source = EngineStates(run.states, parts, run.captured_layers, run.device)
-        signal = Signal(
-            parts, teacher.kept, None, source, layers=run.captured_layers, vocab=vocab, k=teacher.signal_k,
-            dtype=teacher.number_format(target.dtype),
-        )  # fmt: skip
-        signal.to(run.device)
-        return Packed(signal, source, signal_store(run, texts, signal))
+        signal, states = target_signal(run, None)
+        return Packed(signal, states(), shards(run, texts, signal, run.settings.student.kind, signal.columns))
 
     keeps = teacher.served and teacher.in_engine and teacher.engine.keep
     return answered_texts(run, arrivals=arrivals if keeps else None)
 
 
-def signal_store(run: Run, texts: str, signal: Signal) -> Kept:
-    """Return where the target's signals of texts with a fingerprint are kept."""
-    teacher = run.settings.teacher
-    key = fingerprint(texts, run.settings.trainer.attention, teacher.in_engine, teacher.arguments, signal.key)
-    return Kept.at(run.work / "signals", run.settings.student.kind, key, signal.columns)
+def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[], EngineStates]]:
+    """Return the target's signal for a head (None: before it is made, or a language model), and an engine's states.
+
+    The target of this process, or the engine, is opened at the first batch of which states are asked for, but with
+    ``teacher.signal`` online at once.
+    """
+    teacher, student, dtype = run.settings.teacher, run.settings.student, run.settings.target.dtype
+    beside, layers = teacher.kept == "online" and not teacher.in_engine, run.captured_layers
+    parts = run.frozen if beside else run.target_parts().to(DTYPES[dtype])
+
+    @cache
+    def opened() -> EngineStates:
+        return EngineStates(run.states, parts, layers, run.device)
+
+    def source(batch: Batch) -> States:
+        return opened()(batch) if teacher.in_engine else read_states(run.frozen, layers, batch)
+
+    named = student.model is not None and not student.draft.head
+    vocab = int(config_of(student, 0).get_text_config().vocab_size) if named else None
+    signal = Signal(
+        parts, teacher.kept, head, None if beside else source, layers=layers, vocab=vocab, k=teacher.signal_k,
+        dtype=teacher.number_format(dtype),
+    )  # fmt: skip
+    signal.to(run.device)
+    return signal, opened
+
+
+def shards(run: Run, texts: str, signal: Signal, name: str, shapes: Shapes, *made_from: object) -> Kept:
+    """Return where columns of texts with a fingerprint are kept."""
+    teacher, attention = run.settings.teacher, run.settings.trainer.attention
+    key = fingerprint(texts, attention, teacher.in_engine, teacher.arguments, signal.key, *made_from)
+    return Kept.at(run.work / "signals", name, key, shapes)
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     """Return the target's signal, and examples with the columns that a distillation needs.
 
-    The target itself is opened where a column is missing, and with ``teacher.signal`` online. It leaves memory before
-    the training where no text is written during it.
+    The target leaves memory before the training where no text is written during it and ``teacher.signal`` is not
+    online.
     """
-    teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
-    kind, held = teacher.kept, None
+    served, precision = run.settings.teacher.in_engine, run.settings.trainer.precision
     train_rows, validation_rows, texts = texts_of_run(run)
+    train, validation, held = Examples.of(train_rows), Examples.of(validation_rows), None
     if draft.calibrated:
         count = len(validation_rows)
         first = min(3, count - 1)  # every fourth is held, and one where there are fewer
         held = Examples.of(validation_rows.select(range(first, count, 4)))
         if count > 1:  # else the only one serves both
-            validation_rows = validation_rows.select(i for i in range(count) if i % 4 != first)
-    train, validation = Examples.of(train_rows), Examples.of(validation_rows)
-
-    def opened() -> PreTrainedModel:
-        use_attention(run.frozen, trainer.attention)
-        check_head(run.frozen, LMHead(run.frozen))
-        return run.frozen
-
-    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.in_engine
-    here = kind == "online" and not served
-    parts = opened() if here else run.target_parts().to(DTYPES[target.dtype])
-
-    @cache
-    def source() -> Source:
-        if served:
-            return EngineStates(run.states, parts, run.captured_layers, run.device)
-        return partial(read_states, opened(), signal.layers)
-
-    signal = Signal(
-        parts,
-        kind,
-        head,
-        None if here else lambda batch: source()(batch),
-        vocab=None if head is not None else int(draft.model.config.get_text_config().vocab_size),
-        k=teacher.signal_k,
-        dtype=teacher.number_format(target.dtype),
-    )
-    signal.to(run.device)
-    ahead: Expect | None = (lambda coming: run.states.expect(texts_of(coming))) if served else None
-    column = None
-    if settings.selects:
-        reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
-        reference.model.to(run.device)
-        column = reference_losses(reference, signal, Divergence(settings.divergence), trainer.precision)
-
-    def kept(name: str, shapes: Shapes, *made_from: object) -> Kept:
-        key = fingerprint(texts, trainer.attention, served, teacher.arguments, signal.key, *made_from)
-        return Kept.at(run.work / "signals", name, key, shapes)
-
-    def complete(batch: Batch) -> Batch:
-        batch = batch if kind == "online" else batch | signal.kept(batch)
-        return batch if column is None else batch | column[1](batch)
-
+            validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
     learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
-    with working(run.console, f"the target's signal ({kind})"):
+    signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
+    online, column = signal.kind == "online", None
+    kept, expect = partial(shards, run, texts, signal), None
+    if served:
+        expect = lambda coming: run.states.expect(texts_of(coming))  # noqa: E731
+    if settings.selects:
+        name = cast(str, settings.reference)
+        reference = open_draft(run, run.path(name), dtype=weights_dtype(precision))
+        reference.model.to(run.device)
+        column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
+    with working(run.console, f"the target's signal ({signal.kind})"):
         # of an engine whose states are not kept, those that are read again and again
-        stored = [*(learned if kind != "online" else ()), *(judged if kind != "online" or served else ())]
+        stored = [*(() if online else learned), *(() if online and not served else judged)]
         if stored:
-            keep_columns(signal_store(run, texts, signal), stored, signal.kept, ahead)
+            keep_columns(kept(run.settings.student.kind, signal.columns), stored, signal.kept, expect)
         if stored and signal.ids is not None and INSIDE not in signal.columns:
             inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
             keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
         if column is not None and learned:
-            made_by = run.draft_record(cast(str, settings.reference)).fingerprint
-            name = f"{settings.reference}-{settings.divergence}"
-            losses = kept(name, column[0], made_by, settings.divergence, trainer.precision)
-            keep_columns(losses, learned, column[1], ahead if kind == "online" else None)
-    if kind == "topk":
+            made_by = run.draft_record(name).fingerprint
+            losses = kept(f"{name}-{settings.divergence}", column[0], made_by, settings.divergence, precision)
+            keep_columns(losses, learned, column[1], expect if online else None)
+
+    def complete(batch: Batch) -> Batch:
+        batch = batch if online else batch | signal.kept(batch)
+        return batch if column is None else batch | column[1](batch)
+
+    if signal.kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
-    if not settings.on_policy:
-        source.cache_clear()  # no signal will be computed any more, so the target leaves memory where it is not online
-        if not here:
-            run.release()
-    return DistillData(signal, train, validation, held, complete, ahead if kind == "online" else None)
+    if not settings.on_policy and (served or not online):
+        run.release()  # no signal will be computed any more
+    return DistillData(signal, train, validation, held, complete, expect if online else None)
 
 
 def mean_tail(examples: Examples) -> float:
     """Return the mean probability that the kept top ids leave to all others; bounds the error of α."""
-    inside = sum(float(np.exp(_log_p(examples, i)).sum(dtype=np.float64)) for i in range(len(examples)))
+    inside = 0.0
+    for number in range(len(examples)):
+        log_p = np.ascontiguousarray(examples.values(TOPK, number)[:, 1]).view(np.float32)
+        inside += float(np.exp(log_p).sum(dtype=np.float64))
     return max(0.0, 1 - inside / max(1, examples.label_count))
-
-
-def _log_p(examples: Examples, number: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(examples.values(TOPK, number)[:, 1]).view(np.float32)
 
 
 def distil(run: Run, name: str, key: str) -> StageResult:

@@ -20,36 +20,9 @@ from distill.config import TrainerSettings
 from distill.kinds.block import calibration_error
 from distill.training.trainer import quiet
 from probes.features import EXTRAS, Features
-from probes.module import Batch, ProbeModule
+from probes.module import ProbeModule
 
 EPOCHS = 15
-
-
-def fit(
-    module: ProbeModule, train: Batch, validation: Batch, settings: TrainerSettings, work: Path, logger: Logger | None
-) -> None:
-    """Train the module by Lightning, from the checkpoint in ``work`` if a killed training has left one.
-
-    Accelerator and callbacks are those of the settings.
-    """
-    last = work / "last.ckpt"
-    keep = ModelCheckpoint(work, "last", save_on_train_epoch_end=True, enable_version_counter=False)
-    with quiet():
-        trainer = L.Trainer(
-            accelerator=settings.accelerator,
-            devices=1,
-            max_epochs=EPOCHS,
-            logger=logger or False,
-            callbacks=[*settings.callback_instances(), keep],
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=work,
-        )
-        tokens, held = (DataLoader([batch], batch_size=None) for batch in (train, validation))  # type: ignore[arg-type, var-annotated]
-        trainer.fit(module, tokens, held, ckpt_path=last if last.exists() else None)
-        trainer.validate(module, held, verbose=False)  # a training that had ended before the kill validates nothing
 
 
 def train_probes(
@@ -61,7 +34,7 @@ def train_probes(
     work: Path,
     logger: Logger | None = None,
 ) -> list[AcceptanceProbe]:
-    """Fit probes by binary cross-entropy for every exit and kind.
+    """Fit probes by binary cross-entropy for every exit and kind, by Lightning, from a checkpoint that a kill has left.
 
     Of the penalties ``l2`` each probe takes the one with the least validation loss, and is calibrated there.
 
@@ -71,7 +44,7 @@ def train_probes(
         label: What the labels are: see `probes.labels`.
         l2: Penalties.
         settings: Accelerator and callbacks.
-        work: Folder of checkpoints.
+        work: Folder of the checkpoint.
         logger: Where the losses are logged.
 
     Raises:
@@ -87,7 +60,24 @@ def train_probes(
     mean, scale = train.inputs.mean(1, keepdim=True), train.inputs.std(1, keepdim=True).clamp_min(1e-6)
     tokens, held = (((part.inputs - mean) / scale, part.labels) for part in (train, validation))
     module = ProbeModule(len(train.exits), train.inputs.shape[-1] - EXTRAS, l2, rates)
-    fit(module, tokens, held, settings, work, logger)
+    last = work / "last.ckpt"
+    keep = ModelCheckpoint(work, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+    with quiet():
+        trainer = L.Trainer(
+            accelerator=settings.accelerator,
+            devices=1,
+            max_epochs=EPOCHS,
+            logger=logger or False,
+            callbacks=[*settings.callback_instances(), keep],
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=work,
+        )
+        learned, judging = (DataLoader([batch], batch_size=None) for batch in (tokens, held))  # type: ignore[arg-type, var-annotated]
+        trainer.fit(module, learned, judging, ckpt_path=last if last.exists() else None)
+        trainer.validate(module, judging, verbose=False)  # a training that had ended before the kill validates nothing
     weights = module.best()
     weights[..., :-1] /= scale
     weights[..., -1] -= (weights[..., :-1] * mean).sum(-1)

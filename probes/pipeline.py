@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -26,7 +25,7 @@ from distill.results.tracking import finish, for_stage, make_logger, tried
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 from probes.exit_search import best_settings, fastest_options
-from probes.features import collect, exit_layers, read_engine
+from probes.features import Features, collect, exit_layers, read_engine
 from probes.fit import evaluate_exits, train_probes
 from probes.labels import Mode, modes_of, write_mode
 from probes.report import answer, show, write_report
@@ -83,17 +82,18 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
 
 def experiment(run: Run, model: PreTrainedModel, modes: list[Mode], exits: list[int], options: ProbeSettings) -> Fields:
     """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
-    folder, work = run.folder / "probes", run.work / "probes"
-    served = run.settings.teacher.in_engine
+    folder, served = run.folder / "probes", run.settings.teacher.in_engine
     rows, table, probes = list[Fields](), list[Fields](), list[AcceptanceProbe]()
     facts: Fields = {
         "tokens": {}, "tried": [], "temperature": options.temperature, "top_p": options.top_p,
         "machine": machine.describe(model.device), "labels": {mode.name: mode.label for mode in modes},
     }  # fmt: skip
     for mode in modes:
-        trained, judged, tokens = fitted(run, model, mode, exits, options, work)
-        rows += [{"mode": mode.name, **row} for row in judged]
-        facts["tokens"] |= {f"{mode.name}/{split}": count for split, count in tokens.items()}
+        seen = read(run, model, mode, exits)
+        facts["tokens"] |= {f"{mode.name}/{split}": len(features) for split, features in seen.items()}
+        with working(run.console, f"probes, {mode.name}, label {mode.label}"):
+            trained = fitted(run, mode, seen, options)
+            rows += [{"mode": mode.name, **row} for row in evaluate_exits(trained, seen["test"])]
         probes += trained
     save_probes(folder, model, probes)
     runner = open_runner(model)
@@ -113,28 +113,24 @@ def experiment(run: Run, model: PreTrainedModel, modes: list[Mode], exits: list[
     return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}
 
 
-def fitted(
-    run: Run, model: PreTrainedModel, mode: Mode, exits: list[int], options: ProbeSettings, work: Path
-) -> tuple[list[AcceptanceProbe], list[Fields], dict[str, int]]:
-    """Train the probes of a mode; return them, their rows on test prompts, and the tokens of each split."""
-    seed, settings = run.settings.seed, run.settings
-    read = partial(read_engine, run.states, model) if settings.teacher.in_engine else None
+def read(run: Run, model: PreTrainedModel, mode: Mode, exits: list[int]) -> dict[str, Features]:
+    """Read the texts of a mode; return what probes see of each split."""
+    by_engine = partial(read_engine, run.states, model) if run.settings.teacher.in_engine else None
     answered = sum(len(ids) > start for texts in mode.texts.values() for ids, start in texts)
     with working(run.console, f"{mode.name} texts read", answered):
-        seen = {
-            split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation", read=read)
+        return {
+            split: collect(model, texts, mode, exits, run.settings.seed + i, split != "validation", by_engine)
             for i, (split, texts) in enumerate(mode.texts.items())
         }
+
+
+def fitted(run: Run, mode: Mode, seen: dict[str, Features], options: ProbeSettings) -> list[AcceptanceProbe]:
+    """Train the probes of a mode."""
+    train, settings = seen["train"], run.settings
     read_by = inputs(settings, ["frozen", "seed"]), settings.teacher.in_engine
-    made_from = fingerprint([run.record("target"), read_by, mode.texts, mode.label, exits, options.l2])
-    logger = for_stage(run.logger, f"probes-{mode.name}")
-    with working(run.console, f"probes, {mode.name}, label {mode.label}"):
-        probes = train_probes(
-            seen["train"], seen["validation"], mode.label, options.l2, settings.trainer,
-            work / f"{mode.name}-{made_from}", logger,
-        )  # fmt: skip
-        rows = evaluate_exits(probes, seen["test"])
-    return probes, rows, {split: len(features) for split, features in seen.items()}
+    made_from = fingerprint([run.record("target"), read_by, mode.texts, mode.label, train.exits, options.l2])
+    work, logger = run.work / "probes" / f"{mode.name}-{made_from}", for_stage(run.logger, f"probes-{mode.name}")
+    return train_probes(train, seen["validation"], mode.label, options.l2, settings.trainer, work, logger)
 
 
 def _log(logger: Logger, added: Fields) -> None:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -63,7 +64,7 @@ def parse(
         UserError: A missing file, malformed YAML, an unknown key, a wrong value, or a refusal by ``__post_init__``.
     """
     kind: Any = settings_class
-    helps = [word for word in argv if word.startswith("--") and word.endswith(".help")]
+    helps = [word for word in argv if re.fullmatch(r"--[\w.-]+\.help", word)]
     if helps or {"-h", "--help"} & set(argv):  # also beside arguments that are wrong
         _show_help(kind, prog, description, examples, helps)
     paths, keys = config_paths(argv), known_keys(kind)
@@ -74,6 +75,7 @@ def parse(
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
+    content = json.loads(whole(json.dumps(content, ensure_ascii=False), "the configuration"))
     for key, value in options.items():
         _put(content, key, value, keys)
     _check_keys(content, keys, "", source)
@@ -222,12 +224,12 @@ def read_options(argv: Sequence[str], keys: Fields, prog: str) -> Fields:
         UserError: an option without a value or with several, or that is not among `keys`.
     """
     groups: list[tuple[str, list[str]]] = []  # options with their values
-    for word in argv:
+    for word in (whole(word, "the command line") for word in argv):
         if re.match("--[^-\\s]", word) or not groups:
             option, equals, text = word.partition("=")
-            groups.append((option, [whole(text, f"the option {option}")] if equals else []))
+            groups.append((option, [text] if equals else []))
         else:
-            groups[-1][1].append(whole(word, f"the option {groups[-1][0]}"))
+            groups[-1][1].append(word)
     options = Fields()
     for option, texts in groups:
         key = option.lstrip("-").replace("-", "_")

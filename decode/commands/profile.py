@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from decode.commands.checks import (
     api_settings,
     check_lengths,
@@ -74,7 +72,7 @@ def profile_pair(
     warp = make_warp(settings, pair.target, settings.temperature)
     longest = min(settings.longest, getattr(pair.draft, "drafts", None) or settings.longest)  # a block drafts no more
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, session_options(settings, pair))
-    with working(Console(stderr=True), "timing rounds, measuring acceptance"):
+    with working(None, "timing rounds, measuring acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
         sizes = {1, *settings.batch_sizes}
         how = {"longest": longest, "batch_sizes": sizes, "temperature": settings.temperature}

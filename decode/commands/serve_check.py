@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -37,7 +37,7 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_format, unserved
 from decode.models.heads.kinds import HEADS
 from decode.models.open import DraftModel
-from decode.progress import output_console
+from decode.progress import current, output_console, working
 
 SERVED = (
     "engine", "temperature", "draft_length", "served_length", "predicted_length", "speedup", "identical_share",
@@ -63,7 +63,7 @@ def run(settings: ServeCheckSettings) -> None:
     elif len(settings.draft_lengths) != 1:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
     console, target, draft = Console(stderr=True), str(settings.target), Path(str(settings.draft))
-    with scratch_folder() as scratch, console.status("loading") as status:
+    with scratch_folder() as scratch, working(console, "loading") as work:
         pair = open_pair(settings, str(draft))
         assert pair.draft is not None
         check_lengths("draft_lengths", settings.draft_lengths, pair.target)
@@ -85,9 +85,9 @@ def run(settings: ServeCheckSettings) -> None:
         causes = causes_in_files(Path(target), draft, facts)
         numbers = engine.dtype
         if settings.url is None:
-            status.update("preparing the models")
+            work.update(name="preparing the models")
             numbers = ENGINES[engine.name].prepare(engine, draft, scratch, settings.gguf_type, head=head is not None)
-        rows, causes = serve_check(engine, session, items, settings, causes, numbers, status.update)
+        rows, causes = serve_check(engine, session, items, settings, causes, numbers)
     result = plain({"engine": engine.name, "rows": rows, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
     if profile:  # in place of the engine's earlier check
@@ -115,12 +115,10 @@ def serve_check(
     settings: ServeCheckSettings,
     causes: Sequence[Cause],
     numbers: str,
-    progress: Callable[[str], None],
 ) -> tuple[list[Fields], list[Cause]]:
     """Run prompts through an engine that is started for every draft length, and predict the acceptance.
 
-    `causes` of differences were found before; the engine computes in the format `numbers`; `progress` is called with
-    the name of each step.
+    `causes` of differences were found before; the engine computes in the format `numbers`.
 
     Returns:
         A row for each temperature and draft length, and all causes of differences. A row's ``equal_texts`` have the
@@ -138,7 +136,9 @@ def serve_check(
     other_ids: list[str] = []
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
-        progress(f"{engine.name}: {len(items)} texts, {f'{length} drafted tokens' if length else 'no draft'}")
+        current().update(
+            name=f"{engine.name}: {len(items)} texts, {f'{length} drafted tokens' if length else 'no draft'}"
+        )
         with opened(engine, length) as server:
             if not (session.options.chat or other_ids):  # a chat's text is in no template there
                 differences = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
@@ -168,7 +168,7 @@ def serve_check(
     agreement = None
     for length in settings.draft_lengths:
         for t, texts in written(length).items():
-            progress("predicting acceptance from the texts")
+            current().update(name="predicting acceptance from the texts")
             accepted, share = proposed(alone[t], length)
             agreement = share if t == 0 else agreement
             row = {"engine": engine.name, "temperature": t, "draft_length": length, "other_texts": False}

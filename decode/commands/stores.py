@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decode.commands.settings import StoreSettings, required
@@ -83,5 +82,5 @@ def build_datastore(settings: StoreSettings) -> None:
 def write_stores(text: np.ndarray, folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
     """Write the datastore and the n-gram table of a text (see `join_documents`)."""
     fingerprint = tokenizer_fingerprint(tokenizer)
-    with Console(stderr=True).status(f"sorting {len(text):,} tokens"):
+    with working(None, f"sorting {len(text):,} tokens"):
         return [save_datastore(text, folder, fingerprint), save_ngram_table(text, folder, fingerprint)]

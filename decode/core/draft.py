@@ -165,10 +165,11 @@ class Drafts:
         """
         if not trees and not all(draft.is_chain for draft in drafts):
             raise ValueError("a drafter of trees has to say so by its attribute `trees`")
-        longest = max(map(len, drafts))
-        filled = [draft.ids + [0] * (longest - len(draft)) for draft in drafts]
+        lengths = list(map(len, drafts))
+        longest = max(lengths)
+        filled = [draft.ids + [0] * (longest - n) for draft, n in zip(drafts, lengths)]
         tokens = upload(filled, device).view(len(drafts), longest)
-        return cls(tokens, list(map(len, drafts)), list(drafts) if trees else None)
+        return cls(tokens, lengths, list(drafts) if trees else None)
 
     def to(self, device: torch.device) -> Drafts:
         """On a device."""

@@ -395,7 +395,8 @@ class Verification:
             if self.warp.greedy:
                 shared = [1.0] * len(path) + [0.0] * ((path[-1] if path else -1) in draft.parents)
             else:  # under a one-hot q, Σ min(p, q) is p of all tokens drafted at a position
-                tested, first = [draft.children()[node + 1].values() for node in (-1, *path)], start - text
+                children, first = draft.children(), start - text
+                tested = [children[node + 1].values() for node in (-1, *path)]
                 shared = [sum(masses[first + node] for node in nodes) for nodes in tested if nodes]
             found.append(Verified(path, token, shared or None))
         return found

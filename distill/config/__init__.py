@@ -1,9 +1,8 @@
 """All settings of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
 
 import copy
-import inspect
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
@@ -15,6 +14,9 @@ from distill.config.data import DataSettings
 from distill.config.kinds import KINDS, TARGETS
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import TeacherSettings
+
+OF_STEPS = {"logger", "max_epochs", "max_steps", "plugins", "val_check_interval", "accumulate_grad_batches"}
+"""Arguments of Lightning's trainer that the run decides."""
 
 
 @dataclass
@@ -63,10 +65,10 @@ def seeded(drafts: dict[str, DraftSettings]) -> dict[str, DraftSettings]:
     single: dict[str, DraftSettings] = {}
     references = {draft.reference for draft in drafts.values() if draft.selects}
     for name, draft in drafts.items():
-        if len(draft.seeds) < 2 or name in references:
-            single[name] = replace(draft, seeds=draft.seeds if len(draft.seeds) < 2 else [])
-        if len(draft.seeds) > 1:
-            single |= {f"{name}-seed{seed}": replace(draft, seeds=[seed]) for seed in draft.seeds}
+        several = draft.seeds if len(draft.seeds) > 1 else []
+        if not several or name in references:
+            single[name] = replace(draft, seeds=[] if several else draft.seeds)
+        single |= {f"{name}-seed{seed}": replace(draft, seeds=[seed]) for seed in several}
     return single
 
 
@@ -186,63 +188,47 @@ class Settings:
         return {"target": self.target} | ({} if self.student.draft.head else {"student": self.student})
 
     def validate(self, *, drafts: bool = True) -> None:
-        """Refuse what can be judged without models and data; without ``drafts`` not what only their training needs."""
-        from lightning import Trainer
+        """Refuse contradictions that would pass in silence or cost hours; without ``drafts`` those of their training.
 
+        Everything else is refused by what reads it, which a rehearsal shows.
+        """
         refuse(self, (self.student.kind not in KINDS, "student.kind", f"expected one of {', '.join(KINDS)}"))
         self.data.validate()
         self.trainer.callback_instances()
-        target, student, responses = self.target, self.student, self.teacher.responses
-        engine, prompts, head = self.teacher.engine, self.data.from_target, student.draft.head
+        target, student, answers = self.target, self.student, self.teacher.responses.from_target
+        prompts, stands = self.data.from_target, self.teacher.in_engine
         early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
-        strange = not all(re.match("https?://", url) for url in engine.urls)
-        decided = {"self", "logger", "max_epochs", "max_steps", "plugins", "val_check_interval"}
-        decided |= {"accumulate_grad_batches", *(each.name for each in fields(TrainerSettings))}
-        arguments = inspect.signature(Trainer.__init__).parameters.keys() - decided
-        unknown = self.trainer.extra.keys() - arguments
-        rounded, stands = target.round_to and target.kind != "as_is", self.teacher.in_engine
-        idle = engine.urls and not responses.from_target and not stands
+        whole = stands and student.draft.head and self.teacher.engine.keep == "topk"
         refuse(
             self,
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind not in TARGETS, "target.kind", f"expected one of {', '.join(TARGETS)}"),
-            (rounded, "target.round_to", f"for kind as_is, and target.kind is {target.kind}"),
+            (target.round_to and target.kind != "as_is", "target.round_to", f"for kind as_is, not {target.kind}"),
             (stands and target.quantization, "teacher.signal", "and the target stands in an engine: set "
              "target.quantization to null, and give such options as teacher.engine.arguments"),
-            (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
-             "distributions here: set it to bfloat16 or float8"),
-            (engine.arguments and not (stands or engine.urls), "teacher.engine.arguments", "for servers of the target, "
-             "with teacher.engine.urls"),
-            (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
+            (whole, "teacher.engine.keep", "and heads learn from whole distributions here: set it to bfloat16 or "
+             "float8"),
+            (prompts and self.drafts and not answers, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
              "write: set target.kind to as_is (or enable target.layerskip on a given target)"),
-            (idle, "teacher.engine.urls", "which is asked for nothing: set teacher.responses.source to target, or "
-             "teacher.signal to vllm"),
-            (strange, "teacher.engine.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
-            (unknown, "trainer.extra", f"expected keys among {', '.join(sorted(arguments))}"),
+            (OF_STEPS & self.trainer.extra.keys(), "trainer.extra", "of which the run decides the length of trainings, "
+             "the logger and the processes: leave those keys out"),
         )  # fmt: skip
         for name, model in self.language_models.items():
-            if name == "student" and not drafts:
-                continue
-            given, heads = model.kind not in ("scratch", "cut"), model.architecture.heads
-            uneven = model.kind == "scratch" and model.architecture.hidden_size % heads
-            refuse(
-                model,
-                (given == (model.model is None), "model", f"and kind is {model.kind}: scratch and cut take no model, "
-                 "other kinds a folder, a Hub name or a GGUF file"),
-                (uneven, "architecture.hidden_size", f"expected a multiple of the {heads} heads"),
-                where=f"{name}.",
-            )  # fmt: skip
-            if model.trained:
-                model.training.validate(f"{name}.training")
+            if name == "target" or drafts:
+                given = model.kind not in ("scratch", "cut")
+                expected = f"and kind is {model.kind}: scratch and cut take no model, other kinds a folder, a Hub name"
+                refuse(model, (given == (model.model is None), "model", f"{expected} or a GGUF file"), where=f"{name}.")
+                if model.trained:
+                    model.training.validate(f"{name}.training")
         if drafts:
             self._validate_drafts()
 
     def _validate_drafts(self) -> None:
         """Check the drafts, what they start from, and that no part needs weights in a single place that are spread."""
         target, student, measured = self.target, self.student, self.evaluation
-        names, keys = list(self.drafts), [each.name for each in fields(TrainingSettings)]
+        names = list(self.drafts)
         for index, (name, draft) in enumerate(self.drafts.items()):
             earlier, where = names[:index], f"drafts.{name}."
             if not re.sub("[-_]", "", name).isalnum():
@@ -252,24 +238,13 @@ class Settings:
             refuse(
                 draft,
                 (draft.reference not in (None, *earlier), "reference", f"expected an earlier draft, one of {earlier}"),
-                (draft.kl_first == 1, "kl_first", f"which leaves no step for {draft.divergence}: lower it"),
-                (draft.training.keys() - set(keys), "training", f"expected keys of the section training: {keys}"),
                 (draft.accepted_only and draft.selects, "accepted_only", "and its reference selects too: remove one"),
                 where=where,
             )
             draft.training_of(self.training, where).validate(f"{where}training" if draft.training else "training")
-        drafts, kind, head = self.drafts.values(), student.kind, student.draft.head
-        on_policy = any(draft.on_policy for draft in drafts)
-        single = any(draft.accepted_only for draft in drafts) and (
-            student.steps == 1 or "unroll" not in student.draft.settings
-        )
-        uses = {
-            "drafts.NAME.on_policy": on_policy,
-            "target.layerskip": target.layerskip.enabled,
-            "target.kind lora": target.kind == "lora",
-            f"student.kind {kind}": head or kind == "lora",
-        }
-        unsupported = [name for name, used in uses.items() if used and self.trainer.strategy in SHARDED]
+        drafts, head = self.drafts.values(), student.draft.head
+        on_policy, accepted = any(draft.on_policy for draft in drafts), any(draft.accepted_only for draft in drafts)
+        whole = head or on_policy or target.layerskip.enabled or "lora" in (target.kind, student.kind)
         refuse(
             self,
             (not names, "drafts", "expected at least one, such as drafts: {distillspec: {}}"),
@@ -277,13 +252,14 @@ class Settings:
              "evaluation"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             *student.draft.rules(self),
-            (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
+            (accepted and (student.steps == 1 or "unroll" not in student.draft.settings), "student.kind", "and "
+             "accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
             (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "
              "drafts.NAME.on_policy to 0, or teacher.responses.source to target"),
-            (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
-             "ddp, or change these settings"),
+            (self.trainer.strategy in SHARDED and whole, "trainer.strategy", "which shards the weights and supports no "
+             "heads, on_policy, layerskip and lora: set it to ddp"),
         )  # fmt: skip
 
 

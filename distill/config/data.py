@@ -1,9 +1,6 @@
 """Settings of the data."""
 
-import re
 from dataclasses import asdict, dataclass, field, replace
-from glob import glob
-from pathlib import Path
 from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -95,17 +92,16 @@ class DataSettings:
 
     def templates(self) -> tuple[str, str] | None:
         """Return the templates of these settings, with line breaks and tabs that a shell or YAML left escaped."""
-        given = [text for text in (self.prompt_template, self.response_template) if text is not None]
-        plain = [re.sub(r"(?<!\\)\\([nt])", lambda escaped: {"n": "\n", "t": "\t"}[escaped[1]], text) for text in given]
-        return (plain[0], plain[1]) if plain else None
+        if self.prompt_template is None or self.response_template is None:
+            return None
+        prompt, response = (
+            text.replace("\\n", "\n").replace("\\t", "\t") for text in (self.prompt_template, self.response_template)
+        )
+        return prompt, response
 
     def validate(self) -> None:
         """Check every value that can be judged without reading data."""
         self.template()
-        paths = {f"files.{split}": path for split, path in self.files.items()} | {"prompts.file": self.prompts.file}
-        for key, path in paths.items():
-            if path is not None and not (Path(path).is_file() or (key != "prompts.file" and glob(path))):
-                raise UserError(f"data.{key}: there is no file {path!r}; check the path (relative to {Path.cwd()})")
         endless = self.from_target or (self.source == "arithmetic" and "train" not in self.files)
         preset = PRESETS.get(self.source)
         untrained = preset is not None and "train" not in preset.splits and "train" not in self.files

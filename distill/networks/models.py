@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -63,8 +64,8 @@ def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBa
         values["head_dim"] = width // heads
     try:
         return AutoConfig.for_model(family, **(values | shape.extra))
-    except (ValueError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        first = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(f"architecture.model_type {family!r} cannot be built: {first}") from error
 
 

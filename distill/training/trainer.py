@@ -190,7 +190,7 @@ def fit(
         options["callbacks"] = [timer, *further, lines, stop, best, resume]
         try:
             trainer = L.Trainer(**options | settings.extra)
-        except (ValueError, MisconfigurationException) as error:
+        except (TypeError, ValueError, MisconfigurationException) as error:
             raise UserError(f"Lightning refuses the settings of the section trainer: {error}") from error
         try:
             if last is None:

@@ -38,7 +38,7 @@ def test_a_setting_that_is_text_takes_what_was_written(tmp_path: Path, capsys: p
         (tmp_path / "c.yaml").write_text(f"prompt: {quoted}\nstop: [{json.dumps(text + 'x')}]\ndraft: {quoted}\n")
         got = parse(GenerateSettings, ["--config", str(tmp_path / "c.yaml")], "p")
         assert (got.prompt, got.stop, got.draft) == (whole(text), [whole(text) + "x"], whole(text))
-    assert "the option --stop holds a lone surrogate" in capsys.readouterr().err
+    assert "the command line holds a lone surrogate" in capsys.readouterr().err
 
 
 def test_rows_with_half_a_character_are_dropped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def offline(monkeypatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
 
 
-@pytest.mark.parametrize("kind", ["finetune", "lora", "as_is"])
+@pytest.mark.parametrize("kind", ["lora", "as_is"])
 def test_models_from_the_hub_take_the_path_of_their_kind(kind, tmp_path) -> None:
     once = TrainingSettings(epochs=1)
     settings = Settings(
@@ -131,7 +131,7 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path, tiny, monkeypatch) -
     assert max(written) == 64
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: str, tmp_path, tiny) -> None:
     tokenizer = make_tokenizer(chat=True)
     target = given(tmp_path / "own", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0)).model

@@ -75,8 +75,6 @@ SLURM = {f"SLURM_{name}": value for name, value in {"NTASKS": "2", "NTASKS_PER_N
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, r"which is \d processes, and 2 were started"),
         (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, r"which is \d processes, and 2 were started"),
         (SLURM, "batch script started this process alone: put srun before the command"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started by mpirun"),
-        ({"PMI_SIZE": "2"}, "2 processes were started by mpirun"),
     ],
 )
 def test_what_was_started_and_what_settings_mean_are_compared_before_anything_is_made(
@@ -91,7 +89,7 @@ def test_what_was_started_and_what_settings_mean_are_compared_before_anything_is
 
 @pytest.mark.parametrize("devices", ["0", "two", "0,2", "3"])
 def test_devices_that_are_not_there_are_refused(two_gpus, devices: str) -> None:
-    with pytest.raises(UserError, match=rf"trainer.devices is {devices}, expected auto.*finds 2 GPUs"):
+    with pytest.raises(UserError, match=rf"trainer.devices is {devices}, expected auto, a number from 1 up"):
         ranks.process_count(TrainerSettings(devices=devices))
 
 

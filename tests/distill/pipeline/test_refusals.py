@@ -26,9 +26,8 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"1__kl_first": 1.0}, r"drafts.adaspec.kl_first is 1.0"),
         ({"1__reference": "b"}, r"reference is 'b', expected an earlier draft, one of \['distillspec'\]"),
-        ({"1__training": {"epoch": 2}}, r"drafts.adaspec.training is {'epoch': 2}, expected keys"),
+        ({"1__training": {"epoch": 2}}, r"drafts.adaspec.training: Option 'epoch' is not accepted"),
         ({"drafts": {"export": DraftSettings()}}, r"'export', which is a file or folder of every run"),
         ({"drafts": {}}, r"drafts is {}, expected at least one"),
         ({"upload": True}, r"upload is True, which needs tracker wandb and an evaluation"),
@@ -38,8 +37,9 @@ Usage = namedtuple("Usage", "total used free")
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
         ({"training__optimizer": "muon"}, r"training.optimizer is 'muon', expected adamw or {class_path"),
         ({"training__optimizer": {"class_path": "torch.optim.Mu"}}, r"has no attribute 'Mu'"),
-        ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*gradient_clip_val"),
-        ({"trainer__strategy": "fsdp", "student__kind": "eagle"}, r"does not support \['student.kind eagle'\]"),
+        ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*leave those keys out"),
+        ({"trainer__extra": {"max_step": 3}}, r"Lightning refuses .*unexpected keyword argument 'max_step'"),
+        ({"trainer__strategy": "fsdp", "student__kind": "eagle"}, r"strategy is 'fsdp', .*supports no heads"),
         ({"trainer__accelerator": "cuda"}, r"is cuda and PyTorch finds no GPU: set it to auto or cpu"),
         ({"trainer__attention": "flash_attention_2"}, r"is flash_attention_2, which \w+ cannot use here"),
         ({"trainer__accumulate": 5}, r"target.training.batch_size is 4, expected at least 5"),
@@ -50,7 +50,7 @@ Usage = namedtuple("Usage", "total used free")
             {"teacher__signal": "vllm", "teacher__engine__keep": "topk", "student__kind": "eagle3"},
             r"keep is 'topk', and h",
         ),
-        ({"teacher__engine__urls": ["127.0.0.1"], "teacher__signal": "vllm"}, r"expected addresses such as"),
+        ({"target__architecture__heads": 5}, r"llama' cannot be built.* multiple of the number of attention heads"),
         ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
         ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and a dflash head scores"),
         ({"student__kind": "dflash", "student__block__size": 1}, r"student.block.size is 1, which leaves no token"),
@@ -71,7 +71,6 @@ Usage = namedtuple("Usage", "total used free")
         ({"data__prompt_template": "{question}"}, r"give both or neither"),
         ({"data__source": "humaneval"}, r"no training rows on the Hub: give some with data.files.train"),
         ({"data__chat_template": "none.jinja"}, r"expected a Jinja template .* or a file"),
-        ({"teacher__engine__urls": ["http://x/v1"]}, r"asked for nothing: set teacher.responses.source to target"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -151,16 +150,7 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
         check_inputs(run)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {},
-            r"teacher.engine.urls is empty.*start a server with the command that python -m distill check-engine prints",
-        ),
-        ({"data__max_length": 300}, r"max_length is 300, and the target reads texts of 256 tokens: set .* to 256 at m"),
-    ],
-)
-def test_what_an_engine_would_refuse_once_the_target_is_trained(tmp_path, values: dict[str, Any], words: str) -> None:
+def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> None:
+    words = r"teacher.engine.urls is empty.*start a server with the command that python -m distill check-engine prints"
     with pytest.raises(UserError, match=words):
-        check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
+        check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])
