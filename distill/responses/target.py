@@ -136,6 +136,7 @@ class Conversations:
         for reason, chats in self.lost.items():
             if reason:
                 self.run.line(f"{title}: {chats} chats lose their later turns, {reason}")
+        self.empty, self.asked = ranks.exchange((self.empty, self.asked))[0]  # counted by the first process
         if self.empty:
             self.run.line(f"{self.empty} of {self.asked} responses are empty, and nothing of them is learned")
         if 2 * self.empty > self.asked:
