@@ -7,6 +7,7 @@ once.
 """
 
 import json
+import re
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,11 @@ else:
 
 Settings = TypeVar("Settings")
 
+OUT_OF_RANGE = re.compile(
+    r"Not of type \w+: (?P<value>\S+) does not conform to restriction (?P<range>v\S+(?: \w+ v\S+)*)"
+)
+NO_TYPE_FITS = re.compile(r"Errors: - (?P<errors>.+) Given value type: .+ Given value: (?P<value>.+)")
+"""What jsonargparse says of a value out of range, and of one that fits none of its key's types."""
 MODE = "draftsmith"  # how jsonargparse reads values that are texts, see `_load`
 
 
@@ -62,6 +68,17 @@ def parser_of(settings_class: Any) -> ArgumentParser:
     return parser
 
 
+def in_a_line(error: str) -> str:
+    """An error of jsonargparse: the key, the value seen and what was expected."""
+    message = " ".join(error.split())
+    key = ".".join(re.findall('Parser key "([^"]+)"', message))
+    if found := OUT_OF_RANGE.search(message):
+        return f"{key} is {found['value']}, expected a value v with {found['range']}"
+    if found := NO_TYPE_FITS.search(message):
+        return f"{key} is {found['value']}: {found['errors'].replace(' - ', '; ')}"
+    return message
+
+
 def check(settings_class: Any, values: Fields, source: str = "") -> Namespace:
     """The fields of a dataclass of settings as jsonargparse reads them, which checks their types and ranges.
 
@@ -75,7 +92,7 @@ def check(settings_class: Any, values: Fields, source: str = "") -> Namespace:
     except UserError:
         raise
     except (ArgumentError, ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
+        message = in_a_line(str(error))
         raise UserError(f"{source}: {message}" if source else message) from error
 
 

@@ -75,8 +75,8 @@ def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair) ->
         ({"method": "vanila"}, "did you mean 'vanilla'"),
         ({"method": "lookahead", "rule": "ears"}, "lookahead drafts trees, which ears does not verify"),
         ({"bta": 0.1}, "unknown option 'bta'; did you mean 'beta'"),
-        ({"beta": -1}, r'"beta": Not of .*: -1 does not conform to restriction v>=0'),
-        ({"temperature": 1e-40}, r'"temperature": .*1e-40 does not conform to restriction v==0 or v>=0.001'),
+        ({"beta": -1}, "beta is -1, expected a value v with v>=0"),
+        ({"temperature": 1e-40}, "temperature is 1e-40, expected a value v with v==0 or v>=0.001"),
         ({"draft": "other"}, "unknown option 'draft'"),  # the pair has it
     ],
 )
