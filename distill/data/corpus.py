@@ -213,8 +213,9 @@ def _entry(example: Example | None = None, **about: Any) -> Row:
 def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[Dataset, LeftOut]:
     """The entries of one split that are examples, up to ``limit``, and the rows that are not used as they are."""
     folder.mkdir(parents=True)
-    parts, left_out, missing, start = list[Dataset](), LeftOut(), limit, 0
-    while not parts or (missing and start < len(rows)):
+    parts = [Dataset.from_dict({name: [] for name in ENTRIES}, features=ENTRIES)]  # a source may have no row left
+    left_out, missing, start = LeftOut(), limit, 0
+    while missing and start < len(rows):
         batch = rows.select(range(start, min(len(rows), start + max(BATCH, round(1.1 * missing)))))
         processes = min(len(batch) // A_PROCESS, os.cpu_count() or 1)
         if processes > 1:
