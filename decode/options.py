@@ -8,9 +8,10 @@ once.
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
 from jsonargparse.typing import (
@@ -79,6 +80,19 @@ def in_a_line(error: str) -> str:
     return message
 
 
+def nulls(settings_class: Any, values: Fields) -> Iterator[str]:
+    """The keys, those of sections included, whose value is null where it may not be; jsonargparse takes it anywhere."""
+    for key, hint in get_type_hints(settings_class).items():
+        value, types = values.get(key, ""), get_args(hint) or (hint,)
+        if value is None and not {type(None), Any} & {*types}:
+            yield key
+        for kind in filter(is_dataclass, types) if isinstance(value, dict) else ():
+            sections = value if get_origin(hint) is dict else {"": value}
+            for name, section in sections.items():
+                if isinstance(section, dict):
+                    yield from (".".join(filter(None, (key, name, inner))) for inner in nulls(kind, section))
+
+
 def check(settings_class: Any, values: Fields, source: str = "") -> Namespace:
     """The fields of a dataclass of settings as jsonargparse reads them, which checks their types and ranges.
 
@@ -87,6 +101,10 @@ def check(settings_class: Any, values: Fields, source: str = "") -> Namespace:
     Raises:
         UserError: an unknown key or a wrong value, with the type or range expected.
     """
+    if null := next(nulls(settings_class, values), ""):
+        raise UserError(
+            f"{f'{source}: ' if source else ''}{null} is null, expected a value; leave it out for the default"
+        )
     try:
         return parser_of(settings_class).parse_object(dict(values))
     except UserError:
@@ -99,18 +117,18 @@ def check(settings_class: Any, values: Fields, source: str = "") -> Namespace:
 def build(settings_class: type[Settings], values: Fields, source: str = "") -> Settings:
     """An instance of a dataclass of settings from plain data, sections included; raises as `check` does."""
     kind: Any = settings_class
-    return _with_plain_numbers(kind(**vars(parser_of(kind).instantiate(check(kind, values, source)))))
+    return with_plain_numbers(kind(**vars(parser_of(kind).instantiate(check(kind, values, source)))))
 
 
-def _with_plain_numbers(value: Any) -> Any:
+def with_plain_numbers(value: Any) -> Any:
     """The value, in whose sections numbers of restricted types have become plain ones, which YAML files can hold."""
     if is_dataclass(value):
         for field in fields(value):
-            setattr(value, field.name, _with_plain_numbers(getattr(value, field.name)))
+            setattr(value, field.name, with_plain_numbers(getattr(value, field.name)))
     elif isinstance(value, dict):
-        return {key: _with_plain_numbers(item) for key, item in value.items()}
+        return {key: with_plain_numbers(item) for key, item in value.items()}
     elif isinstance(value, list):
-        return [_with_plain_numbers(item) for item in value]
+        return [with_plain_numbers(item) for item in value]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         return int(value) if isinstance(value, int) else float(value)
     return value

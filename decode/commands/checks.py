@@ -1,6 +1,7 @@
 """Settings are checked before anything is loaded, and converted to warpers, method options, stores and suites."""
 
 import dataclasses
+import os
 import sys
 import typing
 from collections.abc import Iterable
@@ -136,6 +137,8 @@ def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **
         choose("option", name, free)
     values = {"target": pair.target_name or "the given model", "pack": pair.pack} | fixed | options
     for name, value in values.items():
+        if isinstance(value, os.PathLike):
+            values[name] = os.fspath(value)
         if typing.get_origin(hints[name]) is list:  # one word is no list of its letters
             values[name] = [value] if isinstance(value, str) else list(value)
     return build(settings_class, values)
@@ -150,11 +153,18 @@ def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None
     profile = read_model_json(Path(draft or "") / "speculation_profile.json")
     if "round_costs" not in profile:
         return None
-    there, here = profile.get("batch_size_conditions", {}), machine.describe(device)
+    try:
+        costs, there = RoundCosts.from_dict(profile["round_costs"]), dict(profile["batch_size_conditions"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"the speculation_profile.json of {draft} is damaged ({why}); export the draft again"
+        ) from error
+    here = machine.describe(device)
     for key in machine.HARDWARE:
         if there.get(key) != here.get(key):
             again = "measure them here with python -m decode profile --batch-sizes"
             measured = f"they were measured on {there.get(key)}, not {here.get(key)}; {again}"
             print(f"the costs in the profile of {draft} are not used: {measured}", file=sys.stderr)
             return None
-    return RoundCosts.from_dict(profile["round_costs"])
+    return costs

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from decode.core.draft import upload
 from decode.errors import UserError
-from decode.options import Share, Temperature, check
+from decode.options import Share, Temperature, check, with_plain_numbers
 
 
 class History:
@@ -104,7 +104,9 @@ class LogitsWarper:
     processors: list[LogitsProcessor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(LogitsWarper, vars(self))
+        plain = {name: value for name, value in vars(self).items() if name != "processors"}
+        numbers = with_plain_numbers(vars(check(LogitsWarper, plain)))
+        vars(self).update({name: numbers[name] for name in plain})
         if self.temperature == float("inf"):
             raise UserError("temperature is inf; expected a finite number, or 0 for greedy decoding")
         self._cut: list[LogitsProcessor] = []

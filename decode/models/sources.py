@@ -41,6 +41,8 @@ JSON_FILES = (
     "model.safetensors.index.json",
 )  # fmt: skip
 
+NUMBERS = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 
 def located(name: Name) -> tuple[str, Fields]:
     """The folder or Hub name that transformers reads, and arguments for it; a GGUF file is converted first.
@@ -50,8 +52,11 @@ def located(name: Name) -> tuple[str, Fields]:
     """
     if gguf := gguf_file(name):
         return str(unpacked(gguf)), {}
-    for file in JSON_FILES:
-        read_model_json(Path(name, file))
+    for path in (Path(name, file) for file in JSON_FILES):
+        for key, value in read_model_json(path).items():
+            numbers = value if isinstance(value, list) else [value]
+            if key in NUMBERS and not all(isinstance(each, (int, float, type(None))) for each in numbers):
+                raise UserError(f"{path}: {key} is {value!r}, expected a number; correct it or download it again")
     repository, at = pinned(name)
     local = {"local_files_only": True} if not Path(name).exists() and hub_offline() else {}
     return repository, at | local
@@ -101,7 +106,7 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
             "; it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base, folder)"
             ".merge_and_unload().save_pretrained(path)) and give the merged folder"
         )
-    elif not path.exists() and (path.is_absolute() or path.parts[0] in (".", "..", "runs") or len(path.parts) > 2):
+    elif not path.exists() and (path.is_absolute() or path.parts[0] in (".", "..", "~", "runs") or len(path.parts) > 2):
         hint = f"; there is no folder {str(name)!r}: train it first (make distill), or give the path of one"
     elif not path.exists() and hub_offline():
         hint = (
@@ -237,6 +242,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
             return config
     elif type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return text
+    elif getattr(config, "auto_map", None):
+        return config
     else:
         for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True):
             if re.match(name.replace("_", ".*_"), text.model_type) and (made := _alike(name, text)):

@@ -158,31 +158,44 @@ def render_chat(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
             "prompts (--chat false, data.chat false)"
         )
-    args = {"tokenize": False, "add_generation_prompt": ask} | (template_args or {})
+    parts, args = _reads_parts(tokenizer, str(tokenizer.chat_template)), template_args or {}
     try:
         try:
-            return _render(tokenizer, messages, args)
+            return _render(tokenizer, messages, parts, ask, args)
         except TypeError:  # a template may take a tool call's arguments as text, as APIs write them (DeepSeek-V3)
             texts = json.loads(json.dumps(list(messages)))
             for function in (call["function"] for message in texts for call in message.get("tool_calls") or ()):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            return _render(tokenizer, texts, args)
+            return _render(tokenizer, texts, parts, ask, args)
     except REFUSALS as error:
         raise UserError(f"the chat template does not accept these messages: {error}") from error
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], args: Fields) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], parts: bool, ask: bool, args: Fields
+) -> str:
     turns = []
     for message in messages:
         thought = next((message[name] for name in REASONING if message.get(name)), None)
-        turns.append(dict(message) | (dict.fromkeys(REASONING, thought) if thought else {}))
-    texts = [turn for turn in turns if isinstance(turn.get("content"), str)]
-    written = tokenizer.apply_chat_template(turns, **args)
-    if any(turn["content"].strip() in written for turn in texts):
-        return written
-    for turn in texts:
-        turn["content"] = [{"type": "text", "text": turn["content"]}]
-    return tokenizer.apply_chat_template(turns, **args)
+        turn = dict(message) | (dict.fromkeys(REASONING, thought) if thought else {})
+        if parts and isinstance(message.get("content"), str):
+            turn["content"] = [{"type": "text", "text": message["content"]}]
+        turns.append(turn)
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **args)
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a template writes contents only where they are lists of parts (``template`` is the cache's key)."""
+
+    def written(parts: bool) -> int:
+        texts = []
+        for turns in (MARKED[:1], MARKED):  # a template may refuse a chat that ends with the answer
+            with suppress(*REFUSALS):
+                texts.append(_render(tokenizer, turns, parts, len(turns) == 1, {}))
+        return sum(turn["content"] in "".join(texts) for turn in MARKED)
+
+    return written(True) > written(False)
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:

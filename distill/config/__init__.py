@@ -2,7 +2,7 @@
 
 import copy
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
@@ -196,9 +196,10 @@ class Settings:
         self.data.validate()
         self.trainer.callback_instances()
         target, student, answers = self.target, self.student, self.teacher.responses.from_target
-        prompts, stands = self.data.from_target, self.teacher.in_engine
+        prompts, stands, engine = self.data.from_target, self.teacher.in_engine, self.teacher.engine
+        decided = OF_STEPS | {each.name for each in fields(TrainerSettings)}
         early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
-        whole = stands and student.draft.head and self.teacher.engine.keep == "topk"
+        whole = stands and student.draft.head and engine.keep == "topk"
         refuse(
             self,
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
@@ -212,8 +213,12 @@ class Settings:
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
              "write: set target.kind to as_is (or enable target.layerskip on a given target)"),
-            (OF_STEPS & self.trainer.extra.keys(), "trainer.extra", "of which the run decides the length of trainings, "
-             "the logger and the processes: leave those keys out"),
+            (decided & self.trainer.extra.keys(), "trainer.extra", "of which the run or the section trainer itself "
+             f"decides {', '.join(sorted(decided))}: leave those keys out"),
+            (engine.urls and not (answers or stands), "teacher.engine.urls", "which is asked for nothing: set "
+             "teacher.responses.source to target, or teacher.signal to vllm"),
+            (engine.arguments and not (stands or engine.urls), "teacher.engine.arguments", "for servers of the target, "
+             "with teacher.engine.urls"),
         )  # fmt: skip
         for name, model in self.language_models.items():
             if name == "target" or drafts:
@@ -238,6 +243,7 @@ class Settings:
             refuse(
                 draft,
                 (draft.reference not in (None, *earlier), "reference", f"expected an earlier draft, one of {earlier}"),
+                (draft.kl_first == 1, "kl_first", f"which leaves no step for {draft.divergence}: lower it"),
                 (draft.accepted_only and draft.selects, "accepted_only", "and its reference selects too: remove one"),
                 where=where,
             )

@@ -1,7 +1,9 @@
 """Settings of the data."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -107,8 +109,12 @@ class DataSettings:
         untrained = preset is not None and "train" not in preset.splits and "train" not in self.files
         unpaired = (self.prompt_template is None) != (self.response_template is None)
         target = "and data.source is target"
+        for split, path in self.files.items():
+            if not (Path(path).is_file() or glob(path)):
+                raise UserError(f"data.files.{split}: there is no file {path!r}; check the path (below {Path.cwd()})")
         refuse(
             self,
+            (self.files.keys() - {*get_args(Split)}, "files", "expected files for train, validation and test"),
             (untrained, "source", "and has no training rows on the Hub: give some with data.files.train"),
             (endless and not self.limits["train"], "train_examples", f"and {self.source} has no end: give a number"),
             (unpaired, "prompt_template", "and goes with data.response_template: give both or neither"),

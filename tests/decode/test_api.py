@@ -75,6 +75,7 @@ def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair) ->
         ({"method": "vanila"}, "did you mean 'vanilla'"),
         ({"method": "lookahead", "rule": "ears"}, "lookahead drafts trees, which ears does not verify"),
         ({"bta": 0.1}, "unknown option 'bta'; did you mean 'beta'"),
+        ({"temperature": None}, "temperature is null, expected a value"),
         ({"beta": -1}, "beta is -1, expected a value v with v>=0"),
         ({"temperature": 1e-40}, "temperature is 1e-40, expected a value v with v==0 or v>=0.001"),
         ({"draft": "other"}, "unknown option 'draft'"),  # the pair has it

@@ -224,6 +224,9 @@ def _check_network(flat: Fields, name: str, block: bool) -> None:
     settings = flat | {"layer_types": kinds - {SLIDING} if block else kinds, "Gemma's norms": "Gemma" in architecture}
     computed = COMPUTED if block else COMPUTED | ALONE
     wrong = [f"{key} {settings[key]}" for key, values in computed.items() if settings.get(key, values[0]) not in values]
+    if block and not (attention := _attention(flat))["sliding_window"]:
+        slides = SLIDING in attention["layer_types"] or flat.get("use_sliding_window")
+        wrong += ["a sliding layer without a window"] if slides else []
     if wrong:
         raise UserError(f"{name} ({architecture}) has {', '.join(wrong)}, with which heads are not run: {NEXT}")
 
@@ -237,14 +240,19 @@ def unserved(head: DraftHead) -> dict[str, str]:
         return {}
     windows, causal = map(set, zip(*head.kinds))
     of_version = {"dflash": ["sglang", "llama.cpp"], "dspark": ["sglang"], "dflash2": ENGINES}
-    spark = head.version == "dspark"
+    spark, pairs = head.version == "dspark", (head.candidates or 0) * ((head.candidates or 0) + 1)
     other = not head.rank if spark else head.from_anchor or (head.rank and not head.candidates)
     drafted = f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens"
+    apart = head.confidence_head is not None and not head.config.confidence_head_with_markov
     why = {
+        "its confidence head does not read the Markov head": ["llama.cpp"] if apart else [],
         drafted: of_version[str(head.version)] if head.reduced else [],
         "its window is not read there": ["sglang"] if windows != {None} else [],
         "its layers differ in what is causal": ["sglang", "llama.cpp"] if len(causal) > 1 else [],
         f"a {head.version} head of these parts is not known there": ENGINES if other else [],
+        f"{head.candidates} candidates need states of {pairs}": ["llama.cpp"]
+        if pairs > head.config.hidden_size
+        else [],
     }
     return {engine: reason for reason, engines in why.items() for engine in engines}
 
@@ -377,6 +385,8 @@ def _share(head: DraftHead, state: dict[str, Tensor], ids: Tensor | None, target
         state.setdefault(HEAD, rows if own is None else own if ids is None else own[ids])
         return
     for key, of_target in theirs.items():
+        if key == SHARED and head.version == 1 and type(embedding) is not nn.Embedding:
+            continue  # the file's is the bare table, which the target scales
         weight = state.get(key)  # in either model's number format
         if weight is not None and (weight.to(of_target).equal(of_target) or weight.equal(of_target.to(weight))):
             del state[key]

@@ -241,8 +241,13 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     for shape in ({"version": "dflash", "markov_rank": 8}, {"version": "dspark", "markov_rank": 0}):
         assert unserved(make_block_head(target, **shape)).keys() == {"vllm", "sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "dflash2")) == {}
+    wide = unserved(make_block_head(target, "dflash2", candidates=16))
+    assert wide == {"llama.cpp": "16 candidates need states of 272"}
     assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "dflash", window=6)) == {"sglang": "its window is not read there"}
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
     mixed = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
     assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"sglang", "llama.cpp"}
+    apart = make_block_head(target, "dspark")
+    apart.config.confidence_head_with_markov = False
+    assert unserved(apart) == {"llama.cpp": "its confidence head does not read the Markov head"}

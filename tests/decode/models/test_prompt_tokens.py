@@ -7,7 +7,15 @@ from pairs import make_tokenizer
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start
 
 from decode.errors import UserError
-from decode.models.tokens import StopStrings, chat_ids, check_template, continuation_ids, prompt_ids, start_ids
+from decode.models.tokens import (
+    StopStrings,
+    chat_ids,
+    check_template,
+    continuation_ids,
+    prompt_ids,
+    render_chat,
+    start_ids,
+)
 from distill.data.chat import Turn, label, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -25,6 +33,18 @@ def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_t
     written = "bos_token" in CHAT_TEMPLATES[template]
     assert ids.count(tokenizer.bos_token_id) == (1 if written else 0)
     assert tokenizer.decode(ids[-len("<assistant>") :]) == "<assistant>"
+
+
+def test_whether_contents_are_parts_is_decided_by_the_template_and_never_by_what_a_text_says() -> None:
+    parts = make_tokenizer()
+    parts.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    assert render_chat(parts, [*HELLO, {"role": "assistant", "content": "a"}], ask=False) == "<user>Hi<assistant>a"
+    changed = make_tokenizer()
+    changed.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('-')[-1] | upper }}{% endfor %}"
+    assert render_chat(changed, HELLO, ask=False) == "<user>HI"
 
 
 def test_a_prompt_has_the_same_ids_in_training_and_in_decoding() -> None:
