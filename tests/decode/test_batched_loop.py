@@ -19,6 +19,7 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, token_probability
 from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, JensenShannon
 from decode.drafters.base import Drafter, NoDrafter
+from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.model import EarlyExitDrafter, ModelDrafter
 from decode.loop import Method, Text, decode, decode_texts, run
 from decode.methods import RULES, STOPS, MethodInputs
@@ -69,6 +70,13 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
     assert len(limits) > 1  # what was accepted of either text decides for both
     assert 0 in limits
+
+
+def test_two_texts_of_which_one_is_copied_and_the_other_one_drafted_are_lossless() -> None:
+    """The copied tokens were not drawn from the q that the draft model leaves beside them."""
+    target, draft = tables(2)
+    system = Method("hybrid", HybridDrafter(ModelDrafter(draft, SAMPLE, 2), match=2, length=2), StopRule(2))
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 0, 1], [1]], 3) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"])

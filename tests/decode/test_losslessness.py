@@ -395,12 +395,12 @@ class _UnscaledResidual(BlockVerification):
 class _OtherTests(BlockVerification):
     """Biased: what passes is found by other tests."""
 
-    def tests(self, fail: Tensor, accept: Tensor, lengths: Sequence[int], numbers: Any) -> Tensor:
+    def passed(self, fail: Tensor, accept: Tensor, lengths: Sequence[int], numbers: Any) -> Tensor:
         raise NotImplementedError
 
     def keep(self, p, q, x, accept, lengths, numbers):  # type: ignore[no-untyped-def]
         def accepted(fail: Tensor, lengths: Sequence[int], step: int) -> Tensor:
-            return self.tests(fail, accept, lengths, numbers)
+            return self.passed(fail, accept, lengths, numbers)
 
         return super().keep(p, q, x, accept, lengths, SimpleNamespace(accepted=accepted))  # type: ignore[arg-type]
 
@@ -408,14 +408,14 @@ class _OtherTests(BlockVerification):
 class _StopsAtTheFirstFailure(_OtherTests):
     """Biased: tests are passed from the start until one fails."""
 
-    def tests(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
+    def passed(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
         return torch.tensor(lengths) - numbers.accepted(1 - fail.flip(1), lengths, 1)
 
 
 class _LastTestIsTheRatio(_OtherTests):
     """Biased: all n pass with min(1, p/q) of the last token, not with P."""
 
-    def tests(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
+    def passed(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
         return numbers.accepted(torch.cat([1 - accept[:, -1:], fail[:, 1:]], 1), lengths, 1)
 
 
