@@ -12,7 +12,7 @@ from functools import partial
 from importlib import util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ from distill.run import Run
 from distill.signal.engine import EngineStates, Packed, texts_of
 from distill.signal.kept import keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
+from distill.stages import shards
 
 NORMS = (
     "Llama", "Llama, tied head", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma", "Gemma 2", "Gemma 3",
@@ -370,3 +371,14 @@ def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_
         write({"hidden_states": "no tensor"}, filename=str(tmp_path / "b.safetensors"))
     assert (tmp_path / "b.safetensors.failed").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_kept_of_an_engine_with_other_arguments_is_not_read(tmp_path: Path) -> None:
+    """Such as the states of a quantised target, for texts of the data set, which do not depend on the engine."""
+    folders = set()
+    for arguments in ([], ["--quantization=fp8"], ["--tensor-parallel-size=2"]):
+        settings = tiny_settings(tmp_path)
+        settings.teacher.signal, settings.teacher.engine.arguments = "vllm", arguments
+        run: Any = SimpleNamespace(settings=settings, work=tmp_path)
+        folders.add(shards(run, "texts", cast(Signal, SimpleNamespace(key=())), "states", {}).folder)
+    assert len(folders) == 2  # where an engine computes changes nothing
