@@ -68,7 +68,7 @@ KEPT = (
 )  # fmt: skip
 """Keys that mean the same everywhere."""
 SLIDING = "sliding_attention"
-OFF = (None, False, "", [], {})
+OFF: Sequence[Any] = (None, False, "", [], {})
 COMPUTED: dict[str, Sequence[Any]] = {
     "output_multiplier": (None, 1), "input_embedding_scale": (None, 1), "logit_scale": (None, False, 1),
     "parallel_draft_step": (None, 0, 1), "partial_rotary_factor": (None, 1), "is_neox_style": (None, True),
@@ -147,7 +147,7 @@ def read_config(
             )
     config = {key: flat[key] for key in KEPT if flat.get(key) is not None} | {
         "head_dim": flat.get("head_dim") or width // heads,
-        "attention_bias": "midlayer.self_attn.q_proj.bias" in state or "layers.0.self_attn.q_proj.bias" in state,
+        "attention_bias": any("q_proj.bias" in key for key in state),
         "rope_parameters": _rotation(flat),
         "target_hidden_size": of_target,
         "num_target_layers": flat.get("num_target_layers"),
