@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
 
     for mode in modes:
         ranks.check_alone(f"python -m distill {mode}")
-    settings.validate()
+    if ranks.environment().world_size() == 1:  # several processes tell each other what is refused in one of them
+        settings.validate()
     if "check-engine" in modes:
         return pipeline.check_command(settings, output_console())
     if "--estimate" in modes:

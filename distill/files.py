@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
@@ -101,6 +102,8 @@ def fingerprint(*parts: object) -> str:
 def only_one(path: Path) -> Iterator[None]:
     """Hold the lock of a run's folder, which ends with the process; further ranks belong to the first one's run.
 
+    The file then holds a text that no other run has written.
+
     Raises:
         UserError: Another process holds it, or the file cannot be written.
     """
@@ -110,7 +113,7 @@ def only_one(path: Path) -> Iterator[None]:
     folder = path.parent.parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = path.open("a")
     except OSError as error:
         raise UserError(
             f"nothing can be written to {folder}: choose another --output-dir or --name, or make room for a folder "
@@ -123,4 +126,7 @@ def only_one(path: Path) -> Iterator[None]:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 taken = f"another process is working in {folder}: wait for it, stop it, or choose another --name"
                 raise UserError(taken) from error
+        file.truncate(0)
+        file.write(uuid4().hex)
+        file.flush()
         yield

@@ -18,6 +18,8 @@ from distill.config import Settings
 from distill.config.base import ENGINES, Signal, Values, change, refuse
 from distill.data.chat import show
 from distill.engine.check import holds
+from distill.engine.devices import server_gpus
+from distill.engine.vllm import FOLDER
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
@@ -32,18 +34,21 @@ from distill.run import Run, alone_in
 from distill.stages import run_stages
 
 
+@ranks.together()
 def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     """Do everything that ``python -m distill`` does, in each of the processes that were started.
 
     Raises:
         decode.errors.UserError: Settings, data or models that cannot be used.
     """
-    settings.validate()
     ranks.start(settings.trainer)
+    settings.validate()
     first = ranks.is_first()
     run = Run(settings, console)
     check_export_path(run.export, settings.student.draft)
     check_gguf(settings.export, settings.student.draft)
+    if settings.teacher.engine.local:
+        server_gpus(settings.teacher.engine, *ranks.gpus(settings.trainer))
     with alone_in(run):
         prepare_settings(run)
         if first:
@@ -132,9 +137,13 @@ def check_command(settings: Settings, console: Console) -> None:
     run = Run(with_formats(settings), console)
     with alone_in(run):
         run_stages(run, ("target",), check=False)
-        length, given = run.settings.data.max_length, run.settings.teacher.engine.arguments
-        served = run.protocol.command(run.served_folder, run.engine_layers, length, given)
-        run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
+        length, engine = run.settings.data.max_length, run.settings.teacher.engine
+        folder = FOLDER if settings.trainer.num_nodes == 1 else str((run.work / "states").absolute())
+        for url, gpus in server_gpus(engine, *ranks.gpus(settings.trainer)).items() or [("", [])]:
+            served = run.protocol.command(
+                run.served_folder, run.engine_layers, length, engine.arguments, url=url, gpus=gpus, folder=folder
+            )
+            run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
         if not run.settings.teacher.engine.urls:
             return
         try:

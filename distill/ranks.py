@@ -2,14 +2,20 @@
 
 torchrun or srun starts them, or the command itself does (`restart`). Before anything else they join a process group for
 their training, in which a collective that hangs is noticed soon, and one of gloo in which they may wait for hours: the
-first process writes what is computed once, while the others stand at a `barrier`.
+first process writes what is computed once, while the others stand at a `barrier`. What stops one of them is told to all
+there (`together`).
 """
 
 import atexit
 import os
+import platform
 import sys
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,12 +29,16 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from decode.errors import UserError
+from decode.errors import UserError, first_line
 
 Value = TypeVar("Value")
 
 COLLECTIVE, LONGEST_WAIT = timedelta(minutes=30), timedelta(hours=12)
 """How long a collective of a training may take, and how long a process waits for another one."""
+TOLD = timedelta(seconds=30)
+"""How long a process that stops waits for the others to hear why: they may be in a collective of a training."""
+SEEN = 45.0
+"""Seconds until a file of another machine has to be seen: NFS may remember for half a minute that there was none."""
 _waiting: Any = None  # the group of gloo; None: that of all processes
 
 
@@ -100,8 +110,19 @@ def _devices(trainer: Any) -> list[int]:
     except (MisconfigurationException, TypeError, ValueError) as error:
         devices, why = None, f" ({error})"
     if not devices:
-        raise UserError(f"trainer.devices is {wanted}, expected auto, a number from 1 up, or GPUs such as 0,1{why}")
+        raise UserError(f"trainer.devices is {wanted}, expected auto, a number from 1 up, or GPUs such as [0, 1]{why}")
     return list(range(devices)) if isinstance(devices, int) else list(devices)
+
+
+def gpus(trainer: Any) -> tuple[list[int], list[int]]:
+    """The GPUs of this machine that do not train, and those that do; neither where CUDA_VISIBLE_DEVICES names some."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ or not torch.cuda.is_available():
+        return [], []
+    try:
+        trained = _devices(trainer) if accelerator(trainer) == "cuda" else []
+    except UserError:  # those of another machine, as `process_count` tells in a run
+        return [], []
+    return [gpu for gpu in range(torch.cuda.device_count()) if gpu not in trained], trained
 
 
 def local_device(trainer: Any) -> torch.device:
@@ -110,6 +131,12 @@ def local_device(trainer: Any) -> torch.device:
         return torch.device("cpu")
     devices = _devices(trainer)
     return torch.device("cuda", devices[environment().local_rank() % len(devices)])
+
+
+def one_device(trainer: Any) -> Any:
+    """The device of `local_device` alone, as Lightning names it."""
+    device = local_device(trainer)
+    return [device.index] if device.type == "cuda" else 1
 
 
 def process_count(trainer: Any) -> int:
@@ -144,14 +171,19 @@ def start(trainer: Any) -> None:
             f"processes, and {started} were started: python -m distill and python -m probes start those of one machine "
             "themselves; else start as many with torchrun or srun, or change trainer.devices"
         )
+    if (device := local_device(trainer)).index:
+        torch.cuda.set_device(device)
     if count == 1 or dist.is_initialized():
         return
-    device = local_device(trainer)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     os.environ |= {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=COLLECTIVE)
+    try:
+        dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=COLLECTIVE)
+    except dist.DistError as error:
+        raise UserError(
+            f"not all of the {count} processes came to {place.main_address} within {COLLECTIVE}: the output of those "
+            f"that are missing says why ({first_line(error)})"
+        ) from error
     global _waiting
     _waiting = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -170,10 +202,52 @@ def check_alone(command: str) -> None:
         )
 
 
+class Elsewhere(UserError):
+    """What has stopped another process, with its number and machine."""
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Within it, whatever stops one process is raised by all of them: by the others at their next barrier or exchange.
+
+    Raises:
+        UserError: Another process was stopped, or this one, with its number and machine.
+    """
+    try:
+        yield
+    except Elsewhere:
+        raise
+    except Exception as error:
+        why, refused = "", isinstance(error, UserError)
+        with suppress(RuntimeError):  # the others have ended, or do not come
+            why = _stopped(str(error) if refused else f"{type(error).__name__}: {error}", TOLD)
+        if why and refused:
+            raise Elsewhere(why) from error
+        raise
+
+
+def _stopped(reason: str = "", longest: timedelta = LONGEST_WAIT) -> str:
+    """Wait for all processes, and return what stops one of them; ``reason`` stops this one."""
+    if world() == 1:
+        return ""
+    flag = torch.tensor(int(bool(reason)))
+    dist.all_reduce(flag, dist.ReduceOp.MAX, _waiting, async_op=True).wait(longest)
+    reasons = [""] * world()
+    if flag:
+        dist.all_gather_object(reasons, reason and f"process {rank()} on {platform.node()}: {reason}", _waiting)
+    told = [each for each in reasons if each]
+    same = {each.partition(": ")[2] for each in reasons}
+    return same.pop() if len(same) == 1 else told[0]
+
+
 def barrier() -> None:
-    """Wait for all processes."""
-    if world() > 1:
-        dist.barrier(_waiting)
+    """Wait for all processes.
+
+    Raises:
+        UserError: One of them was stopped.
+    """
+    if why := _stopped():
+        raise Elsewhere(why)
 
 
 def anywhere(flag: bool) -> bool:
@@ -186,9 +260,39 @@ def anywhere(flag: bool) -> bool:
 
 
 def exchange(value: Value) -> list[Value]:
-    """The values of all processes, by rank."""
+    """The values of all processes, by rank.
+
+    Raises:
+        UserError: One of them was stopped.
+    """
+    barrier()
     if world() == 1:
         return [value]
     values: list[Value] = [value] * world()
     dist.all_gather_object(values, value, _waiting)
     return values
+
+
+def check_seen(path: Path) -> None:
+    """Wait for all processes, and see to it that a file that the first one has just written is there for each of them.
+
+    Raises:
+        UserError: It is not, because the processes work in different folders or on different disks.
+    """
+    content, end = exchange(_content(path))[0], time.monotonic() + SEEN
+    while (seen := _content(path) == content) is False and time.monotonic() < end:
+        time.sleep(0.2)
+    folder = f"{path.parent.parent.absolute()} on {platform.node()}"
+    places = exchange((seen, folder))
+    if blind := [f"process {number}: {where}" for number, (there, where) in enumerate(places) if not there]:
+        raise UserError(
+            f"{places[0][1]}, where process 0 works, is not seen alike by all processes ({', '.join(blind)}): give all "
+            "of them the same output_dir, on a disk that their machines share"
+        )
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

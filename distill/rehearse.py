@@ -27,6 +27,7 @@ from decode.measure.suites import PRESETS, file_format, iter_rows
 from decode.models.open import load_tokenizer
 from decode.models.sources import language_config, located, pinned
 from decode.progress import duration, output_console, working
+from distill import ranks
 from distill.checks import check_given, signal_sizes
 from distill.config import Settings
 from distill.config.base import Values, change
@@ -34,6 +35,7 @@ from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import prompt_of
+from distill.engine.devices import server_gpus
 from distill.files import sizes
 from distill.networks.models import build_model
 from distill.pipeline import measure, with_formats
@@ -108,6 +110,7 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     change(small, **copy.deepcopy(SMALL))
     small.student.draft.shrink(small.student)
     if settings.teacher.in_engine or settings.teacher.engine.urls:
+        server_gpus(settings.teacher.engine, *ranks.gpus(settings.trainer))
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
         small.teacher.signal = settings.teacher.kept
     data, tokenizer = small.data, None
@@ -267,7 +270,8 @@ def _timed(full: Settings, folder: str) -> Settings:
         change(small.data, **ROWS)
     largest = max(draft.training_of(small.training).batch_size for draft in small.drafts.values())
     change(
-        small, output_dir=folder, export__gguf=[], teacher__signal="hidden" if signal == "auto" else signal,
+        small, output_dir=folder, trainer__devices=ranks.one_device(full.trainer), export__gguf=[],
+        teacher__signal="hidden" if signal == "auto" else signal,
         teacher__examples=max(full.teacher.responses.batch_size, 2 * largest),
         trainer__callbacks=[*full.trainer.callbacks, {"class_path": "distill.rehearse.StepTimes"}],
     )  # fmt: skip

@@ -348,18 +348,18 @@ def alone_in(run: Run) -> Iterator[None]:
     A folder in which a refusal leaves nothing is removed.
 
     Raises:
-        decode.errors.UserError: Another process is working there.
+        decode.errors.UserError: Another process is working there, or not all processes of the run see it.
     """
     hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     quiet_datasets()
     if run.settings.threads is not None:
         torch.set_num_threads(run.settings.threads)
-    with only_one(run.work / "lock"):
+    with only_one(lock := run.work / "lock"):
         if ranks.is_first():
             for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
                 remove(left)
-        ranks.barrier()  # no other process may write while files are deleted
         try:
+            ranks.check_seen(lock)  # and no other process may write while files are deleted
             yield
         except UserError:
             if ranks.is_first() and {f.name for f in run.folder.rglob("*") if f.is_file()} <= {"lock", "run.json"}:

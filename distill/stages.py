@@ -82,7 +82,8 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
     """
     created = list[str]()
     try:
-        for stage, key in stage_fingerprints(run.settings).items():
+        # the first process's: the time of a large file differs where each machine has a copy
+        for stage, key in ranks.exchange(stage_fingerprints(run.settings))[0].items():
             if (only is None or stage in only) and not _up_to_date(run, stage, key):
                 if check and not created and only != ("target",):
                     with working(run.console, "checking data and models", bars=False):

@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
         settings = shrink(settings)
     from probes.pipeline import run_probes
 
-    settings.validate()
+    if ranks.environment().world_size() == 1:
+        settings.validate()
     ranks.restart(settings.trainer, "probes", given)
     run_probes(settings)
 

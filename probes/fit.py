@@ -16,6 +16,7 @@ from decode.core.round import clustered_ratio
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
 from decode.files import Fields
+from distill import ranks
 from distill.config import TrainerSettings
 from distill.kinds.block import calibration_error
 from distill.training.trainer import quiet
@@ -65,7 +66,7 @@ def train_probes(
     with quiet():
         trainer = L.Trainer(
             accelerator=settings.accelerator,
-            devices=1,
+            devices=ranks.one_device(settings),
             max_epochs=EPOCHS,
             logger=logger or False,
             callbacks=[*settings.callback_instances(), keep],

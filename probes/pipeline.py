@@ -32,6 +32,7 @@ from probes.report import answer, show, write_report
 from probes.settings import ProbeSettings, ProbesSettings
 
 
+@ranks.together()
 def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fields:
     """Train probes, evaluate them, choose an exit, run the best settings and report; return what report.json gains.
 
@@ -41,8 +42,8 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
     Raises:
         UserError: Settings, data or models cannot be used, or another process works in the run's folder.
     """
-    settings.validate()
     ranks.start(settings.trainer)
+    settings.validate()
     first, threads = ranks.is_first(), torch.get_num_threads()
     run = Run(settings, console)
     added: Fields = {}

@@ -246,10 +246,11 @@ def read_options(argv: Sequence[str], keys: Fields, prog: str) -> Fields:
         is_list = any(typing.get_origin(hint) is list for hint in _types(keys.get(name)))
         if not texts or (len(texts) > 1 and not is_list):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
-        joined = " ".join(texts)
+        joined, choices = " ".join(texts), {*typing.get_args(keys.get(name)), type(None)}
+        single = len(choices) > 2 and len(texts) == 1 and "," not in joined  # of a number or a list it is the number
         if _is_section(name, keys):
             options[key] = read_yaml(joined)
-        elif not is_list or (key not in PROSE and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+        elif not is_list or single or (key not in PROSE and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
             options[key] = joined
         else:
             parts = texts if key in PROSE else [part.strip() for text in texts for part in text.split(",")]

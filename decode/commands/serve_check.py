@@ -51,8 +51,8 @@ def run(settings: ServeCheckSettings) -> None:
     """Check the pair of the settings in the engine, print the result, and record it in the draft's folder.
 
     Raises:
-        UserError: before anything is loaded, if the engine, the draft or the target is missing, or the engine does not
-            run such a draft.
+        UserError: before anything is loaded, if the engine, the draft or the target is missing, the engine does not
+            run such a draft, or the server at `url` does not answer or serves other models.
         SystemExit: with status 1, if counts differ for no known cause.
     """
     required(settings, "target", "draft")
@@ -62,6 +62,9 @@ def run(settings: ServeCheckSettings) -> None:
         settings.program = check_engine(settings.engine, settings.program, kind)
     elif len(settings.draft_lengths) != 1:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
+    else:
+        with opened(Engine(settings.engine, str(settings.target), url=settings.url), None):
+            pass  # it answers and has this target
     console, target, draft = Console(stderr=True), str(settings.target), Path(str(settings.draft))
     with scratch_folder() as scratch, working(console, "loading") as work:
         pair = open_pair(settings, str(draft))

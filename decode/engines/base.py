@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from decode.core.draft import Ids
+from decode.errors import UserError
 from decode.files import Fields
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""
+NEUTRAL: Fields = {
+    "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+}  # fmt: skip
+"""With top_p 1, the fields of a request that leave a distribution as it is, whatever a server's own defaults are."""
 FOLLOWING = "run `make engines` (serve-check takes another one by --program)"
 
 
@@ -31,6 +36,29 @@ class Engine:
     threads: int | None = None  # None: the engine's default
     seconds: float = 300.0  # time limit for loading, and for each text
     arguments: Sequence[str] = ()  # further ones of vLLM
+
+
+def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> str:
+    """The name by which a server is asked for a model: the only one there, or the one that has such a name.
+
+    Args:
+        models: what the server lists at /v1/models; adapters do not count.
+        names: the model's, each of which may be its id there, the folder it is loaded from, or the last part of one.
+        url: of the server.
+
+    Raises:
+        UserError: none of several models has such a name, or there is none.
+    """
+    bases = {str(model["id"]): str(model.get("root") or model["id"]) for model in models if not model.get("parent")}
+    found = [name for name, root in bases.items() if {name, root} & {*names}]
+    found += [name for name, root in bases.items() if {Path(name).name, Path(root).name} & {*names}]
+    found += bases if len({*bases.values()}) == 1 else []
+    if not found:
+        raise UserError(
+            f"{url} serves {', '.join(bases) or 'no model'}, expected {' or '.join(sorted(names))}: serve it under "
+            "this name (--served-model-name)"
+        )
+    return found[0]
 
 
 class EngineKind(ABC):

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.core.draft import Ids, until_end
-from decode.engines.base import CHECKOUT, FOLLOWING, Engine, EngineKind
+from decode.engines.base import CHECKOUT, FOLLOWING, NEUTRAL, Engine, EngineKind, model_name
 from decode.engines.check import Drafts, ServedText
 from decode.engines.llama_cpp import LlamaCpp
 from decode.engines.vllm import Vllm
 from decode.errors import UserError
-from decode.files import Fields, scratch_folder
+from decode.files import scratch_folder
 from decode.progress import current
 
 ENGINES: dict[str, EngineKind] = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
@@ -141,16 +142,19 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
     """A server with a draft of this length or without one, until the block is left.
 
     Raises:
-        UserError: it is not installed, does not start (see `running`), or does not answer at its address.
+        UserError: it is not installed, does not start (see `running`), or at its address nothing or another model
+            answers.
     """
     port = free_port()
-    with closing(Server(engine.url or f"http://127.0.0.1:{port}", engine.name, engine.seconds)) as server:
+    url = engine.url or f"http://127.0.0.1:{port}"
+    with closing(Server(url, engine.name, engine.seconds, engine.target)) as server:
         if engine.url is None:
             engine.program = engine.program or check_engine(engine.name)
             command, more = ENGINES[engine.name].command(engine, draft_length, port)
             with running(command, server.ready, name=engine.name, seconds=engine.seconds, environment=more):
                 yield server
         elif server.ready():
+            _ = server.model  # refuses other ones
             yield server
         else:
             raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
@@ -210,6 +214,7 @@ class Server:
     url: str  # its address
     name: str  # a key of `ENGINES`
     seconds: float = 300.0  # time limit of each request
+    target: str = ""  # folder or Hub name of the model to ask for, where it serves several
 
     def __post_init__(self) -> None:
         self.kind = ENGINES[self.name]
@@ -218,6 +223,12 @@ class Server:
     def close(self) -> None:
         """Close the connections."""
         self.client.close()
+
+    @cached_property
+    def model(self) -> str:
+        """The name by which it is asked for the target."""
+        models = self._call("GET", "/v1/models").json()["data"]
+        return model_name(models, {self.target, Path(self.target).name}, self.url)
 
     def ready(self) -> bool:
         """Whether the server reports that it is healthy."""
@@ -230,8 +241,7 @@ class Server:
         self, ids: Ids, *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> ServedText:
         """Write one text after a prompt of token ids and count its drafts; the distribution is not cut."""
-        # top_p and min_p are not as the model's generation_config has them
-        sampling: Fields = {"temperature": temperature, "seed": seed, "top_p": 1.0, "min_p": 0.0}
+        sampling = NEUTRAL | {"temperature": temperature, "seed": seed, "top_p": 1.0, "model": self.model}
         path, body = self.kind.request(self._call, ids, max_new_tokens, stop_ids, sampling)
         before, began = self._settled(), time.perf_counter()
         answer = self._call("POST", path, json=body).json()

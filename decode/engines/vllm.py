@@ -66,9 +66,7 @@ class Vllm(EngineKind):
         self, call: Callable[..., Any], ids: Ids, budget: int, stop_ids: Sequence[int], sampling: Fields
     ) -> tuple[str, Fields]:
         return "/v1/completions", sampling | {
-            "prompt": ids, "max_tokens": budget, "top_k": -1, "repetition_penalty": 1.0,
-            "stop_token_ids": list(stop_ids), "return_token_ids": True,
-            "model": call("GET", "/v1/models").json()["data"][0]["id"],
+            "prompt": ids, "max_tokens": budget, "stop_token_ids": list(stop_ids), "return_token_ids": True,
         }  # fmt: skip
 
     @override

@@ -99,6 +99,9 @@ def reading(name: Name, what: str) -> Iterator[None]:
 def unreadable(name: Name, what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
     path, hint = Path(name), ""
+    if not path.exists() and (str(name).startswith((".", "/", "~", "runs/")) or len(path.parts) > 2):
+        wanted = "train it first (make distill), or give the path of one"
+        return UserError(f"cannot load the {what}: there is no folder {str(name)!r}: {wanted}")
     if path.suffix.lower() == ".gguf":
         hint = "; download it again, or take the model's safetensors files"
     elif (path / "adapter_config.json").exists():
@@ -106,8 +109,6 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
             "; it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base, folder)"
             ".merge_and_unload().save_pretrained(path)) and give the merged folder"
         )
-    elif not path.exists() and (path.is_absolute() or path.parts[0] in (".", "..", "~", "runs") or len(path.parts) > 2):
-        hint = f"; there is no folder {str(name)!r}: train it first (make distill), or give the path of one"
     elif not path.exists() and hub_offline():
         hint = (
             "; it is no folder and not in the Hub's cache on this machine, and the Hub is switched off "

@@ -108,8 +108,8 @@ class TrainerSettings:
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = "auto"
     """auto: CUDA where PyTorch finds it, else the CPU. Apple's GPUs are refused: they add no losses in float64."""
-    devices: int | str = "auto"
-    """Devices per machine. auto: one CPU process, or every GPU of the machine."""
+    devices: int | str | list[int] = "auto"
+    """Devices per machine: a number, or the GPUs, such as [4, 5, 6, 7]. auto: one CPU process, or all GPUs."""
     num_nodes: PositiveInt = 1
     """Machines. The processes of several machines are started by torchrun or srun."""
     strategy: str = "auto"
@@ -217,6 +217,8 @@ class Settings:
              f"decides {', '.join(sorted(decided))}: leave those keys out"),
             (engine.urls and not (answers or stands), "teacher.engine.urls", "which is asked for nothing: set "
              "teacher.responses.source to target, or teacher.signal to vllm"),
+            (engine.local and self.trainer.num_nodes > 1, "teacher.engine.urls", "where each of the trainer.num_nodes "
+             "machines would ask itself: give addresses that all of them reach"),
             (engine.arguments and not (stands or engine.urls), "teacher.engine.arguments", "for servers of the target, "
              "with teacher.engine.urls"),
         )  # fmt: skip

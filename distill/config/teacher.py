@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from jsonargparse.typing import PositiveInt
 
 from decode.options import Share, Temperature
 from distill.config.base import ENGINES, Signal
 
-PLACES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization")
+SIZES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
+"""Arguments of an engine by whose product it takes GPUs."""
+PLACES = (*SIZES, "--gpu-memory-utilization")
 """Arguments of an engine that change no number but by rounding."""
 
 
@@ -27,6 +30,11 @@ class EngineSettings:
     keep: Literal["auto", "float32", "bfloat16", "float8", "topk"] | Literal[False] = "auto"
     """Of signal vllm, what is kept on disk: states in a number format (auto: the target's; float8: a scale for each
     token and layer), or topk: for language models signal_k log-probabilities. false: nothing, asked again each step."""
+
+    @property
+    def local(self) -> list[str]:
+        """The addresses that are of this machine, whichever it is."""
+        return [url for url in self.urls if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")]
 
 
 @dataclass

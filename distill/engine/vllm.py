@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answ
 CONNECTOR = Path(__file__).with_name("connector")
 CLASS = {"kv_connector": "DraftsmithConnector", "kv_connector_module_path": "draftsmith_connector"}
 FOLDER = "/dev/shm/states"
-"""Through which states pass; a fast disk does as well."""
+"""Through which states pass on one machine; a fast disk does as well."""
 
 
 class VLLM:
@@ -34,10 +35,18 @@ class VLLM:
         where = CLASS | {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": folder}}
         return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
 
-    def command(self, model: Path, layers: Sequence[int], length: int, arguments: Sequence[str]) -> str:
-        """The command of a server, with further arguments, that gives the states that enter these layers away."""
-        options = ["--max-model-len", str(length), "--generation-config", "vllm", *self.options(layers), *arguments]
-        return f"PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
+    def command(
+        self, model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str = "",
+        gpus: Sequence[int] = (), folder: str = FOLDER,
+    ) -> str:  # fmt: skip
+        """The command of a server, with further arguments, that gives the states that enter these layers away.
+
+        Its address ends with the port of ``url``; ``gpus`` are those that it takes, none: all that it sees.
+        """
+        options = ["--max-model-len", str(length), "--generation-config", "vllm", *self.options(layers, folder)]
+        options += [*arguments, *(["--port", str(port)] if (port := urlsplit(url).port) else [])]
+        visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))} " * bool(gpus)
+        return f"{visible}PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
 
     def request(self, *, several: bool) -> dict[str, Any]:
         """What a request has to ask for; ``several``: the states of the answer's tokens too."""

@@ -1,26 +1,33 @@
-"""Trainings that several processes and one must end alike: whole runs, and parts of a batch without a label.
+"""Trainings that several processes and one must end alike: whole runs, and parts of a batch without a label; refusals.
 
 Started by `test_fsdp_and_ddp` once for every process, whose rank stands in its environment: FOLDER WAYS.
 """
 
 import json
 import os
+import shutil
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import noise
 import numpy as np
 import torch
 from families import build_tiny, in_double
 from heads import draft_of
+from pairs import make_tokenizer
 from rich.console import Console
 from some_rows import TRAINING, add_column, some_rows
-from tiny_run import altered, tiny_settings
+from tiny_run import altered, given, tiny_settings
 
-from distill import ranks
+from decode.errors import UserError
+from distill import fingerprints, ranks
 from distill.config import DraftSettings, Settings, TrainerSettings
 from distill.config.models import StudentSettings
 from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
+from distill.pipeline import run_pipeline
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 from distill.training.modules import DistillModule
@@ -84,6 +91,34 @@ def train_part(kind: str, folder: Path, world: int) -> None:
         torch.save((history, module.model.state_dict()), folder / f"{kind}-{k}-{world}-{module.global_rank}.pt")
 
 
+def refusals(folder: Path, rank: int, world: int) -> None:
+    """Runs that cannot be made: one of the processes is on another disk, or lacks files that the first one has."""
+    ranks.SEEN = 0.0
+    rows, chats = folder / "rows.jsonl", Path("chats.jsonl")
+    rows.write_text('{"a": "b"}\n')
+    os.chdir(machine := Path(tempfile.mkdtemp()))
+    tokenizer = make_tokenizer()
+    model = given(machine / "target", tokenizer, build_tiny("llama", vocab_size=len(tokenizer)))
+    chats.write_text('{"prompt": "a", "response": "b"}\n' * 80)
+    if rank:
+        shutil.rmtree("target")
+        chats.unlink()
+    cases: dict[str, dict[str, Any]] = {
+        "disk": {"output_dir": str(folder / f"disk{rank}")},
+        "model": {"target": replace(model, model="./target")},
+        "file": {"data__files": {"train": str(chats)}},
+        "corpus": {"data__source": str(rows)},
+        "all": {"trainer__attention": "flash_attention_2"},
+    }
+    told = {}
+    for name, changes in cases.items():
+        try:
+            run_pipeline(altered(settings_of("ddp", folder / "refused", world), **changes), Console(quiet=True))
+        except UserError as error:
+            told[name] = str(error)
+    (folder / f"refusals-{rank}.json").write_text(json.dumps(told))
+
+
 def main(folder: Path, ways: list[str]) -> None:
     """Trains in these ways, one after another."""
     torch.set_num_threads(1)
@@ -93,10 +128,15 @@ def main(folder: Path, ways: list[str]) -> None:
         if way in PARTS:
             train_part(way, folder, world)
             continue
+        if way == "refusals":
+            refusals(folder, int(rank), world)
+            continue
         run = Run(settings_of(way, folder / "several", world), Console(quiet=rank != "0"))
         ranks.start(run.settings.trainer)
         with alone_in(run):
             made = run_stages(run)
+            fingerprints.VERSION += int(rank)  # as where a machine has copies of the same models, of another time
+            assert not run_stages(run)
         (folder / f"{way}-{rank}.json").write_text(json.dumps(made))
 
 

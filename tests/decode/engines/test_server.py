@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from serving import serving
 
+from decode.engines.base import NEUTRAL, model_name
 from decode.engines.check import Drafts
 from decode.engines.server import ENGINES, Engine, Metrics, Server, check_engine, opened, parse_metrics, running
 from decode.errors import UserError
@@ -179,6 +180,34 @@ def test_counts_that_come_late_belong_to_their_text() -> None:
     assert server.client.is_closed
 
 
+@pytest.mark.parametrize(
+    ("models", "name"),
+    [
+        ({"other": "/x/other"}, "other"),  # the only one
+        ({"other": "/x/other", "served": "/data/target"}, "served"),
+        ({"a/target": None, "target": None}, "target"),
+        ({"other": None, "a/target": None}, "a/target"),
+        ({"first": "/x/other", "second": "/x/other"}, "first"),  # one under two names
+        ({"other": None, "more": None}, None),
+        ({}, None),
+    ],
+)
+def test_a_server_with_several_models_is_asked_for_the_target(models: dict, name: str | None) -> None:
+    listed = [{"id": model, "root": root, "parent": None} for model, root in models.items()]
+    listed.append({"id": "target-lora", "root": "/data/target", "parent": "target"})
+    if name is None:
+        with pytest.raises(UserError, match=f"serves {', '.join(models) or 'no model'}, expected /data/target or"):
+            model_name(listed, {"target", "/data/target"}, "http://a")
+    else:
+        assert model_name(listed, {"target", "/data/target"}, "http://a") == name
+
+
+def test_requests_name_the_model_and_every_field_that_would_cut_the_distribution() -> None:
+    with serving(lambda *_: (200, {"choices": [{"token_ids": [7]}]}), metrics=lambda: VLLM) as (url, bodies):
+        write(Server(url.removesuffix("/v1"), "vllm"))
+    assert bodies[0].items() >= (NEUTRAL | {"model": "target", "temperature": 0.0, "top_p": 1.0}).items()
+
+
 def late(_: float) -> str:
     time.sleep(1.5)
     return ""
@@ -202,9 +231,10 @@ def test_llama_server_is_given_the_targets_stop_ids(monkeypatch: pytest.MonkeyPa
     """It stops at strings: special tokens are written out, and what it wrote after a stop id is cut."""
     sent = []
 
-    def answer(method: str, path: str, json: dict) -> SimpleNamespace:
+    def answer(method: str, path: str, json: Mapping = MappingProxyType({})) -> SimpleNamespace:
         sent.append((path, json))
         content = {"/detokenize": {"content": {5: "<|end|>", 6: "\n"}.get(json.get("tokens", [0])[0])}}
+        content["/v1/models"] = {"data": [{"id": "target.gguf"}]}
         completed = {"tokens": [1, 2, 5, 9], "timings": {"predicted_ms": 500}}
         return SimpleNamespace(json=lambda: content.get(path, completed))
 

@@ -88,6 +88,20 @@ def test_mistakes_end_with_one_line_and_status_two(config, argv: tuple[str, ...]
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--trainer.devices", {"auto": "auto", "4": 4, "[4, 5]": [4, 5], "4,5": [4, 5]}),
+        ("--student.layers", {"2": 2, "[2]": [2], "0,3": [0, 3]}),
+    ],
+)
+def test_one_value_of_a_key_that_takes_a_number_or_a_list_is_the_number(option: str, values: dict, config) -> None:
+    section, key = option[2:].split(".")
+    for text, expected in values.items():
+        settings = command.read_settings(["--config", config, option, text])
+        assert getattr(getattr(settings, section), key) == expected
+
+
 def test_written_settings_are_a_configuration(tmp_path, config, capsys) -> None:
     for settings in (tiny_settings(tmp_path), tiny_settings(tmp_path, evaluation=False)):
         write_settings(settings, tmp_path / "again.yaml")

@@ -1,22 +1,29 @@
 """What a run makes of the devices of a machine, of torchrun and of Slurm."""
 
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_run import altered, tiny_settings
+from pairs import make_tokenizer
+from rich.console import Console
+from tiny_run import altered, given, tiny_settings
 
 from decode.errors import UserError
 from distill import ranks
 from distill.__main__ import main
 from distill.config import TrainerSettings
-from distill.pipeline import run_pipeline, write_settings
+from distill.config.teacher import EngineSettings
+from distill.engine.devices import server_gpus
+from distill.pipeline import check_command, run_pipeline, write_settings
+from distill.rehearse import shrink
 from distill.run import Run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -93,6 +100,66 @@ def test_devices_that_are_not_there_are_refused(two_gpus, devices: str) -> None:
         ranks.process_count(TrainerSettings(devices=devices))
 
 
+def test_a_list_names_the_gpus_that_train_and_the_others_are_for_servers(two_gpus, monkeypatch) -> None:
+    one = TrainerSettings(devices=[1])
+    assert (ranks.process_count(one), ranks.local_device(one), ranks.one_device(one)) == (
+        1,
+        torch.device("cuda:1"),
+        [1],
+    )
+    for devices, expected in (("auto", ([], [0, 1])), (1, ([1], [0])), ([1], ([0], [1])), ("1,0", ([], [1, 0]))):
+        assert ranks.gpus(TrainerSettings(devices=devices)) == expected
+    assert ranks.gpus(TrainerSettings(devices=[4, 5])) == ([], [])  # of another machine
+    assert ranks.gpus(TrainerSettings(accelerator="cpu")) == ([0, 1], [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert ranks.gpus(TrainerSettings()) == ([], [])
+
+
+URLS = ["http://127.0.0.1:8000/v1", "http://localhost:8001/v1"]
+SHARE, PAIR = "--gpu-memory-utilization", "--tensor-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("urls", "arguments", "free", "trained", "expected"),
+    [
+        (URLS, [], 4, 4, [[0], [1]]),
+        (URLS, [f"{PAIR}=2"], 4, 4, [[0, 1], [2, 3]]),
+        ([], [PAIR, "4"], 4, 4, [[0, 1, 2, 3]]),  # of the command that check-engine prints
+        (["http://far:8000/v1"], [], 0, 8, []),
+        (URLS[:1], [f"{SHARE}=0.4"], 0, 1, [[0]]),
+        (URLS, [f"{SHARE}=0.4"], 1, 1, [[0], [1]]),
+        (URLS, [], 0, 0, [[], []]),
+        (URLS, [f"{PAIR}=2"], 3, 5, r"take 4 of its 8 GPUs, .*\[3, 4, 5, 6, 7\]: .*devices '\[4, 5, 6, 7\]'"),
+        (URLS[:1], [f"{SHARE}=0.95"], 0, 1, r"take 1 of its 1 GPUs, .*\[0\]: put --gpu-memory-utilization=0.4"),
+    ],
+)
+def test_no_server_that_takes_all_memory_is_put_on_a_gpu_that_trains(
+    urls: list[str], arguments: list[str], free: int, trained: int, expected: list[list[int]] | str
+) -> None:
+    engine, gpus = EngineSettings(urls=urls, arguments=arguments), range(free + trained)
+    refused = isinstance(expected, str)
+    with pytest.raises(UserError, match=expected) if refused else nullcontext():
+        assert [*server_gpus(engine, gpus[:free], gpus[free:]).values()] == expected
+
+
+def test_the_run_its_dry_run_and_the_printed_command_share_the_gpus_out(monkeypatch, tmp_path, tiny) -> None:
+    monkeypatch.setattr(ranks, "gpus", lambda trainer: ([2], [0, 1]))
+    tokenizer, console = make_tokenizer(), Console(record=True, width=2000)
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    settings = altered(
+        tiny_settings(tmp_path, target=given(tmp_path / "model", model, tokenizer)), teacher__signal="vllm"
+    )
+    check_command(settings, console)
+    assert re.search(rf"^CUDA_VISIBLE_DEVICES=2 PYTHONPATH=\S+ vllm serve {tmp_path}\S+ ", console.export_text(), re.M)
+    settings.teacher.engine.urls = URLS
+    for refused in (run_pipeline, shrink, partial(check_command, console=console)):
+        with pytest.raises(UserError, match=r"take 2 of its 3 GPUs, and trainer.devices takes \[0, 1\]: leave them 2"):
+            refused(settings)
+    settings.teacher.engine.arguments, settings.trainer.num_nodes = [f"{SHARE}=0.3"], 2
+    with pytest.raises(UserError, match=r"each of the trainer.num_nodes machines would ask itself"):
+        settings.validate()
+
+
 def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus, monkeypatch) -> None:
     slurm = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "PROCID": "3", "LOCALID": "1", "NODEID": "1", "JOB_NAME": "train"}
     for name, value in slurm.items():
@@ -107,8 +174,8 @@ def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus, monkeypatch) 
 
 
 def test_processes_wait_for_each_other_in_a_group_of_their_own_and_collectives_are_given_up_sooner(monkeypatch) -> None:
-    opened, waiting, barrier = Mock(), Mock(), Mock()
-    for name, value in {"init_process_group": opened, "new_group": waiting, "barrier": barrier}.items():
+    opened, waiting, reduced = Mock(), Mock(), Mock()
+    for name, value in {"init_process_group": opened, "new_group": waiting, "all_reduce": reduced}.items():
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(ranks, "_waiting", None)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -122,7 +189,8 @@ def test_processes_wait_for_each_other_in_a_group_of_their_own_and_collectives_a
     assert waiting.call_args.kwargs["backend"] == "gloo"
     monkeypatch.setattr(ranks, "world", lambda: 2)
     ranks.barrier()
-    barrier.assert_called_once_with(waiting.return_value)
+    assert reduced.call_args.args[2] is waiting.return_value
+    assert reduced.return_value.wait.call_args.args[0] >= timedelta(hours=12)
 
 
 def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import re
 import socket
 import subprocess
 import sys
@@ -44,7 +46,7 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
-    return trained(tmp_path_factory.mktemp("distributed"), 2, [*FAST, *PARTS])
+    return trained(tmp_path_factory.mktemp("distributed"), 2, ["refusals", *FAST, *PARTS])
 
 
 def check_against_one(folder: Path, way: str, world: int) -> None:
@@ -67,6 +69,20 @@ def check_against_one(folder: Path, way: str, world: int) -> None:
         if stage not in ("target", "initial"):
             for count in ("teacher_tokens", "selected_tokens"):
                 assert record.account[count] == pytest.approx(wanted.account[count], abs=2)
+
+
+def test_what_stops_one_process_is_told_by_all_with_its_number_and_machine(two) -> None:
+    told, others = (json.loads((two / f"refusals-{rank}.json").read_text()) for rank in range(2))
+    assert told == others
+    there, away = (f"{two / disk / 'ddp'} on {platform.node()}" for disk in ("disk0", "disk1"))
+    assert f"{there}, where process 0 works, is not seen alike by all processes (process 1: {away})" in told["disk"]
+    assert "give all of them the same output_dir" in told["disk"]
+    for case, words in {"model": "there is no folder './target'", "file": "there is no file 'chats.jsonl'"}.items():
+        assert re.match(f"process 1 on {platform.node()}: .*{words}", told[case])
+    assert told["corpus"].startswith(f"process 0 on {platform.node()}: ")
+    assert "has the columns 'a'" in told["corpus"]
+    assert re.match("trainer.attention is flash_attention_2", told["all"])  # which each of them finds
+    assert not list(two.glob("disk*/*"))
 
 
 @pytest.mark.parametrize("way", FAST)
