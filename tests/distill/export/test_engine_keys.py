@@ -5,6 +5,7 @@ export has no command for that engine. The keys are those that the exporter writ
 """
 
 import ast
+import functools
 import re
 import warnings
 import zipfile
@@ -118,6 +119,7 @@ ALWAYS = {"dflash": {"is_causal"}, "dflash2": {"is_causal"}, "dspark": {"is_caus
 """Keys of which false is no such value."""
 
 
+@functools.cache
 def text_of(engine: str, kind: str) -> str:
     """The sources that read exports of a kind, empty where the engine is not installed."""
     found = [path for root in (Path.cwd(), CHECKOUT) for path in sorted(root.glob(ROOTS[engine]))]
@@ -299,5 +301,7 @@ def test_engines_of_a_draft_s_card_read_all_that_changes_what_it_computes(family
     build_tiny("llama").save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
     build_tiny(family, **options).save_pretrained(tmp_path / "trained")
-    out = export_draft(tmp_path / "trained", tmp_path / "target", tmp_path / "out", ExportSettings())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = export_draft(tmp_path / "trained", tmp_path / "target", tmp_path / "out", ExportSettings())
     assert check(out, "draft", {"mistral": "llama"}.get(family, family)) == EVERY - refused
