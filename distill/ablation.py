@@ -17,10 +17,11 @@ from rich.console import Console
 from decode.core.round import clustered_ratio
 from decode.files import read_json, replaced, write_json, write_text
 from decode.measure import machine
-from decode.measure.report import COLUMNS, comma_separated, console_table, latex, markdown
+from decode.measure.report import COLUMNS, comma_separated, console_table, markdown
 from decode.measure.statistics import plain
 from decode.measure.suites import Row
 from decode.progress import output_console
+from distill import ranks
 from distill.config import AblateSettings, EvaluationSettings, ExportSettings
 from distill.pipeline import run_pipeline
 
@@ -46,7 +47,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
         for name, draft in settings.drafts.items()
     }
     evaluation = replace(settings.evaluation or EvaluationSettings(), decode_prompts=0, accuracy_prompts=1)
-    alone = replace(settings.trainer, devices=1, num_nodes=1, strategy="auto")
+    alone = replace(settings.trainer, devices=ranks.one_device(settings.trainer), num_nodes=1, strategy="auto")
     full = replace(settings, drafts=drafts, export=ExportSettings(), evaluation=evaluation, trainer=alone)
     folder, lines = Path(full.output_dir) / full.name, dict[str, Line]()
     runs = {f"{kind} ": _of_kind(full, kind) for kind in kinds} or {"": full}
@@ -117,7 +118,7 @@ def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
 
 
 def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
-    """Writes the table in Markdown with the definitions of its columns, as CSV, LaTeX and JSON, and prints it."""
+    """Writes the table in Markdown with the definitions of its columns, as CSV and JSON, and prints it."""
     formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in TABLE if COLUMNS[key].formula}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     content = {"created": created, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
@@ -125,6 +126,5 @@ def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
     write_text(path, f"{markdown(TABLE, rows)}\n\n{legend}\n")
     write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
-    write_text(path.with_suffix(".tex"), latex(TABLE, rows))
     console.print(console_table("", TABLE, rows))
     console.print(str(path), highlight=False)

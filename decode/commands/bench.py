@@ -130,8 +130,6 @@ def run(settings: BenchSettings) -> None:
     named, stores = draft_names(settings.draft), bool(settings.corpus)
     parts = [parts_of(settings, path, corpus=stores) for path in named.values() or [None]]
     methods, folder = chosen_methods(settings, parts), check_writable(settings.folder)
-    for path in filter(None, (settings.csv, settings.markdown)):
-        check_writable(Path(path).parent)
     # the tokenizer alone can refuse the settings, so it is read before the models
     chat = use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=trust), tell=True)
     suites = open_suites(settings, chat=chat)

@@ -211,12 +211,8 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     corpus_texts: PositiveInt = 20_000
     """Texts taken from each suite of the corpus."""
     output: str | None = None
-    """Folder of report.json and the HTML page; null: the run of the draft (without one of the target), else
+    """Folder of report.json, bench.csv and the HTML page; null: the run of the draft (without one of the target), else
     runs/bench."""
-    csv: str | None = None
-    """File for the measured values as comma-separated values."""
-    markdown: str | None = None
-    """File for the tables in Markdown."""
 
     @property
     def folder(self) -> str:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,18 +112,6 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
     """`console_table` as Markdown."""
     return markdown_table(*texts_of(keys, rows))
-
-
-def latex(keys: Iterable[str], rows: Sequence[Row]) -> str:
-    """`console_table` as a tabular in the style of booktabs."""
-    import pandas
-
-    headings, cells = texts_of(keys, rows)
-    table = pandas.DataFrame(cells, columns=headings)
-    text = table.to_latex(index=False, escape=True, column_format=f"l{'r' * (len(headings) - 1)}")
-    for sign, command in {"α": r"$\alpha$", "Δ": r"$\Delta$", "±": r"$\pm$", "–": "--"}.items():
-        text = text.replace(sign, command)
-    return text
 
 
 def comma_separated(keys: Iterable[str], rows: Sequence[Row]) -> str:
@@ -236,12 +223,6 @@ def bench_csv(rows: Sequence[Row]) -> str:
     return comma_separated(["suite", "temperature", "batch_size", *KEYS, "prompts", "load", "cores"], rows)
 
 
-def bench_markdown(rows: Sequence[Row]) -> str:
-    """The tables of all blocks as Markdown."""
-    parts = ((f"## {title}", markdown(KEYS, block), doubts(KEYS, block)) for title, block in by_block(rows).items())
-    return "\n\n".join(filter(None, chain(*parts))) + "\n"
-
-
 def answers(rows: Sequence[Row]) -> list[str]:
     """For each block the fastest lossless method, if one gains, and the lossless methods whose greedy texts differ.
 
@@ -273,7 +254,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
 
 
 def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
-    """Write report.json and the page, and the tables into the files that ``csv`` and ``markdown`` of the settings name.
+    """Write report.json, the page, and all rows as bench.csv.
 
     Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
     report.html, or bench.html if report.json is that of another command.
@@ -295,12 +276,8 @@ def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
     write_json(path, content | ours, indent=1)
     headline, *others = answers(bench.rows) or [""]
     write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
-    files = [path, page]
-    for key, text in (("csv", bench_csv), ("markdown", bench_markdown)):
-        if settings.get(key):
-            files.append(Path(settings[key]))
-            write_text(files[-1], text(bench.rows))
-    return files
+    write_text(table := folder / "bench.csv", bench_csv(bench.rows))
+    return [path, page, table]
 
 
 def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable[Section]:

@@ -9,9 +9,9 @@ from jsonargparse.typing import PositiveInt
 from decode.options import Share, Temperature
 from distill.config.base import ENGINES, Signal
 
-SIZES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
-"""Arguments of an engine by whose product it takes GPUs."""
-PLACES = (*SIZES, "--gpu-memory-utilization")
+PLACES = (
+    "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--gpu-memory-utilization",
+)  # fmt: skip
 """Arguments of an engine that change no number but by rounding."""
 
 

@@ -124,14 +124,8 @@ def test_a_table_of_a_terminal_keeps_to_its_width_and_marks_what_is_no_result(wi
     assert ("1.90 ?" in text.getvalue()) or width < 100
 
 
-def test_latex_and_csv_have_the_values_of_a_table() -> None:
+def test_a_csv_has_the_values_of_a_table() -> None:
     rows = [{"name": "a_b", "offline_alpha": 0.5, "offline_alpha_se": 0.01, "speedup": 2.0, "speedup_ci95": [1, 3]}]
-    lines = p.latex(("name", "offline_alpha"), rows).splitlines()
-    assert [lines[0], *lines[2:5:2]] == [
-        r"\begin{tabular}{lr}",
-        r"name & $\alpha$ offline \\",
-        r"a\_b & 0.5000 $\pm$ 0.0100 \\",
-    ]
     head, line = p.comma_separated(("name", "offline_alpha", "speedup"), rows).splitlines()
     assert head == "name,offline_alpha,offline_alpha_se,speedup,speedup_ci95_low,speedup_ci95_high,doubt"
     assert line == "a_b,0.5,0.01,2.0,1,3,"

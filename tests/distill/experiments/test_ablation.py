@@ -31,7 +31,7 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -
     assert [(row["name"], row["seeds"]) for row in drafts[0]] == [("distillspec", 2), ("adaspec", 2), ("late-tv", 2)]
     assert len(drafts[0][2]["gain_by_seed"]) == 2
     assert (folder / "ablation.md").read_text().count("\n| ") == 4
-    assert (folder / "ablation.tex").read_text().count(r" \\") == (folder / "ablation.csv").read_text().count("\n") == 4
+    assert (folder / "ablation.csv").read_text().count("\n") == 4
     weights = [(folder / f"distillspec-seed{seed}" / "model.safetensors").read_bytes() for seed in (3, 4)]
     assert weights[0] != weights[1]
 
