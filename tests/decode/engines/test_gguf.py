@@ -97,9 +97,13 @@ LAYER = {f"blk.0.{name}.weight" for name in ("attn_norm", "attn_norm_2", "attn_q
 @pytest.mark.parametrize(
     ("family", "version", "drafted"),
     [
-        ("llama", 3, 64), ("qwen3", 3, 64), ("llama", "dflash", None), ("gemma3", "dflash", None),
-        ("llama", "dspark", None), ("llama", "dspark", 64),
-    ],  # fmt: skip
+        ("llama", 3, 64),
+        ("qwen3", 3, 64),
+        ("llama", "dflash", None),
+        ("gemma3", "dflash", None),
+        ("llama", "dspark", None),
+        ("llama", "dspark", 64),
+    ],
 )
 def test_the_converter_takes_heads_whole(family: str, version, drafted: int | None, tmp_path: Path) -> None:
     target = build_tiny(family, vocab_size=280, num_hidden_layers=6)
