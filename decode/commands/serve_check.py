@@ -105,8 +105,8 @@ def check_head(draft: DraftModel, engine: str, lengths: Sequence[int]) -> None:
     """Refuse a head that an engine would run otherwise than it was trained, or longer drafts than it makes."""
     if isinstance(draft, DraftHead) and not HEADS[draft.version].served:
         raise UserError("serve-check has no engine for next-token layers outside of a target's own files; use bench")
-    if isinstance(draft, DraftHead) and (why := unserved(draft).get(engine)):
-        raise UserError(f"{engine} does not run this head as it was trained ({why}); check it in another engine")
+    if why := unserved(draft).get(engine):
+        raise UserError(f"{engine} does not run this draft as it was trained ({why}); check it in another engine")
     if max(lengths) > (most := getattr(draft, "drafts", None) or max(lengths)):
         raise UserError(f"draft_lengths are {list(lengths)}, and a block of this head drafts {most} at most")
 

@@ -1,6 +1,7 @@
 """What is known about an exported draft, as `speculation_profile.json` and model card, before and after measuring."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown, without_constants
 from decode.models.heads.eagle import DraftHead
+from decode.models.heads.files import unserved
 from distill.kinds.kind import TOKEN_MAP, of_model
 
 Report = Mapping[str, Any]  # of a run, or a part of it
@@ -74,9 +76,13 @@ def describe(
 ) -> Facts:
     """Returns what the card says of an export beside measurements, as plain data that its profile keeps.
 
+    It warns of each engine that would run the export otherwise than it was trained; the card has no command of these.
+
     ``name`` is the folder or Hub name of the target, ``folder`` where the export will be.
     """
-    config, layers = model.config, int(target.get_text_config().num_hidden_layers)
+    config = model.config
+    for engine, reason in (reasons := unserved(model)).items():
+        warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=3)
     facts = {
         "kind": "draft",
         "target": name,
@@ -88,19 +94,18 @@ def describe(
         "token_map": False,
         "gguf_type": [*gguf, "f32"][0],
         "notes": [],
-        "unserved": {},
+        "unserved": reasons,
     }
     if not isinstance(model, DraftHead):
         return facts
-    captured, kind = list(model.captured_layers), of_model(model)
+    kind = of_model(model)
     return facts | {
         "kind": kind.served,
         "longest": model.drafts,
         "draft_vocabulary": config.draft_vocab_size if model.reduced else None,
-        "captured_layers": captured,
-        "last_layer": max(captured) == layers,
+        "captured_layers": list(model.captured_layers),
         "notes": [*kind.notes],
-        **kind.facts(model, layers),
+        **kind.facts(model),
     }
 
 
@@ -111,8 +116,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
 
     Args:
         folder: Folder that holds the exported files.
-        facts: What `describe` returns, with ``trained_vocabulary`` of a draft model and the ``notes`` and ``unserved``
-            engines of this pair.
+        facts: What `describe` returns, with ``trained_vocabulary`` of a draft model and the ``notes`` of this pair.
         length: Number of drafted tokens per round.
         measured: What `export_profile` returns. What is absent is left out.
     """

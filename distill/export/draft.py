@@ -75,6 +75,7 @@ def export_draft(
     trained = load_config(draft_dir, trust_remote_code=trust_draft_code).dtype or torch.float32
     dtype = str(trained).removeprefix("torch.") if settings.dtype == "keep" else settings.dtype
     model = load_model(draft_dir, device="cpu", dtype=dtype, trust_remote_code=trust_draft_code)
+    check_gguf(settings, model=model)
     config: Any = model.config.get_text_config()
     longest = min(32, getattr(config, "max_position_embeddings", None) or 64)
     generator = torch.Generator().manual_seed(0)
@@ -212,18 +213,20 @@ def _check_reload(folder: Path, ids: Tensor, source: Tensor, trust: bool) -> Non
         )
 
 
-def check_gguf(settings: ExportSettings, kind: Kind = LANGUAGE_MODEL, head: DraftHead | None = None) -> None:
+def check_gguf(
+    settings: ExportSettings, kind: Kind = LANGUAGE_MODEL, model: DraftHead | PreTrainedModel | None = None
+) -> None:
     """Refuses GGUF files that cannot be written; cheap, so it is called before training starts.
 
     Raises:
-        UserError: The converter is not installed, or does not support such heads or their layout.
+        UserError: The converter is not installed, or does not support such drafts or their layout.
     """
     if settings.gguf:
         find_converter()
         if kind.no_gguf:
             raise UserError(kind.no_gguf)
-        if head is not None and (why := unserved(head).get("llama.cpp")):
-            raise UserError(f"llama.cpp does not run this head as it is trained ({why}); leave export.gguf empty")
+        if model is not None and (why := unserved(model).get("llama.cpp")):
+            raise UserError(f"llama.cpp does not run this draft as it is trained ({why}); leave export.gguf empty")
 
 
 def export_gguf(export: Path, target: Path, settings: ExportSettings, *, write: bool = True) -> list[Path]:

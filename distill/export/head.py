@@ -7,7 +7,6 @@ the output head is the target's too; where they draft some tokens only, engines 
 layers keep the names of the target's own files, into which `replace_layers` puts them.
 """
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from decode.errors import UserError
 from decode.files import read_model_json, replaced, write_json, write_safely
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, output_head
-from decode.models.heads.files import HEAD, load_head, save_head, unserved
+from decode.models.heads.files import HEAD, load_head, save_head
 from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
@@ -47,7 +46,7 @@ def export_head(
 ) -> Path:
     """Exports a head; an earlier export in the same place is replaced once the new one is complete.
 
-    A block head that an engine would run otherwise than it was trained is exported with a warning, and its card has no
+    A head that an engine would run otherwise than it was trained is exported with a warning, and its card has no
     command for that engine.
 
     Args:
@@ -72,15 +71,12 @@ def export_head(
     check_gguf(settings, of_model(head), head)
     length = length or head.drafts or DRAFTED
     length = min(length, head.drafts or length)
-    reasons = unserved(head)
-    for engine, reason in reasons.items():
-        warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=2)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype, target)
         facts = describe(head, target.config, str(target_dir), str(out_dir), settings.gguf)
-        write_card(partial, facts | {"name": name, "unserved": reasons}, length)
+        write_card(partial, facts | {"name": name}, length)
         again = load_head(partial, target)
         state = again.state_dict()
         other = [key for key, value in head.state_dict().items() if not value.to(target.dtype).equal(state[key])]
@@ -108,7 +104,6 @@ def write_head(
     config, shared = head.config, dict[str, Tensor]()
     config.num_assistant_tokens = length
     config.dtype = str(dtype).removeprefix("torch.")
-    vars(config).pop("bias", None)
     if isinstance(head, BlockHead) and head.reduced and target is not None:
         shared[HEAD] = output_head(target, head.draft_ids(), block=True).weight.to(dtype)
     save_head(head.to(dtype), folder, shared)

@@ -391,7 +391,7 @@ class Block(Kind):
         return BlockDraft(model, student.block.anchors)
 
     @override
-    def facts(self, model: BlockHead, layers: int) -> Values:
+    def facts(self, model: BlockHead) -> Values:
         return {"mask_id": model.mask_id, "calibrated": bool(model.temperatures)}
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.measure.acceptance import DEPTH
-from decode.models.heads.eagle import FeatureHead, captured_layers, default_captured_layers, head_config, output_head
+from decode.models.heads.eagle import FeatureHead, captured_layers, head_config, output_head
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from distill.config.base import Values
 from distill.data.dataset import PLACES, Batch, Chance, places
@@ -126,12 +126,8 @@ class Eagle(Unrolled):
             torch.save(ids.tolist(), folder / TOKEN_MAP)
 
     @override
-    def facts(self, model: FeatureHead, layers: int) -> Values:
-        usual = list(default_captured_layers(layers))
-        return {
-            "token_map": self.version == 1 and model.reduced,
-            "unusual_layers": self.version == 3 and list(model.captured_layers) != usual,
-        }
+    def facts(self, model: FeatureHead) -> Values:
+        return {"token_map": self.version == 1 and model.reduced}
 
 
 class NextLayers(Unrolled):

@@ -110,8 +110,8 @@ class Kind:
     def write(self, model: Any, folder: Path) -> None:
         """Writes beside an exported head what engines read there."""
 
-    def facts(self, model: Any, layers: int) -> Values:
-        """What the model card says of it, for a target of so many layers."""
+    def facts(self, model: Any) -> Values:
+        """What the model card says of it."""
         return {}
 
 

@@ -151,6 +151,7 @@ class BlockHead(DraftHead):
         if self.version == "dspark":  # the architecture that vLLM and SGLang know in all their versions
             fields["architectures"] = ["Qwen3DSparkModel"]
         fields["dflash_config"] = {key: fields[key] for key in SLOTS if key in fields}
+        fields["dflash_config"]["input_embedding_scale"] = 1.0  # llama.cpp takes Gemma's for a target of that family
         calibrated = {"confidence_temperatures": self.temperatures}
         return fields | calibrated | {"confidence_sampled_temperatures": self.sampled_temperatures}
 

@@ -160,9 +160,11 @@ class FeatureHead(DraftHead):
         normed_states: whether states are normed before the next step reads them, not only before the output head.
         normed_residual: whether the residual of EAGLE-3's layer is its normed input.
         embed_tokens: an embedding of the head's own, where its file has one.
+        owns_embedding: whether that is another one than the target's.
     """
 
     version: int
+    owns_embedding = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)

@@ -2,7 +2,7 @@
 
 Published heads of one network differ in the names of keys and tensors, in how they are nested, in how they count layers
 and in what they leave to the target. What decides the network is read as vLLM reads it; a head that is not computed
-here is refused. Engines skip tensors that they do not know; here each has its place.
+here is refused. Engines skip tensors and keys that they do not know; here each has its place or is refused by name.
 """
 
 import json
@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
@@ -35,7 +35,9 @@ RENAMED |= {f"^{re.escape(theirs)}$": ours for ours, theirs in SELECTOR.items()}
 """Names of tensors in files, and those of our networks."""
 UNREAD = re.compile(r"rotary_emb\.inv_freq$|^verifier_")  # tensors that decoding does not read
 SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
+MASK = "mask_embedding.pt"  # which vLLM and llama.cpp read beside the other tensors of a block head
 ENGINES = ["vllm", "sglang", "llama.cpp"]
+FULL = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # whose windows llama.cpp does not read
 NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash2, …)"
 
 # -- config.json -------------------------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ NEXT = "take another head of this target, or train one (student.kind: eagle3, df
 FORMATS: dict[str, int | str | None] = {
     "peagle": "P-EAGLE", "domino": "Domino", "medusa": "Medusa", "mtp": "MTP", "mlpspeculator": "MLPSpeculator",
     "jetspec": "JetSpec", "eagle4": "EAGLE-4", "dflash2beam": "DFlash 2 with beams", "xpress": "XPress",
-    "lilicorr": "LiLiCorr",
+    "lilicorr": "LiLiCorr", "pard2": "PARD-2",
     "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
 }  # fmt: skip
 """What a config.json describes whose kinds hold this word, the first of these. Names in capitals are formats of drafts
@@ -59,23 +61,43 @@ EAGLEConfig, z-lab and DeepSpec)."""
 KEPT = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
-    "attention_bias", "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
+    "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "use_aux_hidden_state", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor",
     "confidence_temperatures", "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size",
     "selector_rank", "selector_top_k",
 )  # fmt: skip
 """Keys that mean the same everywhere."""
 SLIDING = "sliding_attention"
-OFF = (None, False)
+OFF: Sequence[Any] = (None, False, "", [], {})
 COMPUTED: dict[str, Sequence[Any]] = {
-    "quantization_config": OFF, "logit_scale": OFF, "final_logit_softcapping": OFF, "use_gemma_norm": OFF,
-    "output_multiplier": (None, 1), "input_embedding_scale": (None, 1), "attention_value_scale": (None, 1),
+    "output_multiplier": (None, 1), "input_embedding_scale": (None, 1), "logit_scale": (None, False, 1),
     "parallel_draft_step": (None, 0, 1), "partial_rotary_factor": (None, 1), "is_neox_style": (None, True),
-    "markov_head_type": (None, "vanilla"), "rope_type": ROPE_TYPES, "layer_types": [set()], "Gemma's norms": OFF,
+    "rope_is_neox_style": (None, True), "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True), "markov_head_type": (None, "vanilla"), "rope_type": ROPE_TYPES,
+    "layer_types": [set()], "Gemma's norms": OFF,
 }  # fmt: skip
-"""Keys that change the network, with the values that are computed here."""
-ALONE = dict.fromkeys(("is_causal", "causal", "use_swa", "use_sliding_window"), OFF)
-"""The same of what is computed in block heads alone."""
+"""Keys that change the network, with the values that are computed here; of keys that are not named, `OFF` alone."""
+BLOCKS = (
+    "is_causal", "causal", "use_swa", "swa_window_size", "sliding_window_non_causal", "use_sliding_window",
+    "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
+"""Keys that are read of block heads alone."""
+INERT = (
+    # what other keys or the tensors say too
+    "bias", "max_window_layers", "sliding_window", "next_layer_regular", "parallel_draft_heads_num_layers",
+    "has_lm_head", "num_aux_hidden_states", "num_experts_per_tok", "num_local_experts", "router_aux_loss_coef",
+    "decoder_sparse_step", "attention_mode", "truncated_vocab_size",
+    # of the training and of tools
+    "auto_map", "torch_dtype", "method", "speculators_config", "speculators_version", "target_model_type",
+    "target_text_model_type", "target_model_name_or_path", "embed_requires_grad", "confidence_head_alpha",
+    "num_anchors", "ttt_length", "step_loss_decay", "draft_num_hidden_layers",
+)  # fmt: skip
+"""Keys of others that change nothing."""
+KNOWN = {
+    *KEPT, *LAYERS, *NESTED, *COMPUTED, *INERT, *vars(LlamaConfig()), *vars(GenerationConfig()), "model_type",
+    "speculators_model_type", "projector_type", "rope_theta", "rope_scaling", "target_hidden_size",
+    "num_target_layers", "draft_vocab_size", "qk_norm",
+}  # fmt: skip
 
 
 def head_format(fields: Fields, names: Iterable[str] = ()) -> int | str | None:
@@ -88,7 +110,7 @@ def head_format(fields: Fields, names: Iterable[str] = ()) -> int | str | None:
     if fields.get("draft_format") == MTP:  # the rest is the target's own
         return MTP
     kinds = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
-    kinds += [(fields.get("dflash_config") or {}).get("projector_type")]
+    kinds += [(fields.get("dflash_config") or {}).get("projector_type"), fields.get("spd_type")]
     kinds += fields.keys() & {"dflash_config", "dspark_config", "medusa_num_heads"}
     words = re.sub("[-_]", "", " ".join(map(str, kinds)).lower())
     for word, format in FORMATS.items():
@@ -125,6 +147,7 @@ def read_config(
             )
     config = {key: flat[key] for key in KEPT if flat.get(key) is not None} | {
         "head_dim": flat.get("head_dim") or width // heads,
+        "attention_bias": any("q_proj.bias" in key for key in state),
         "rope_parameters": _rotation(flat),
         "target_hidden_size": of_target,
         "num_target_layers": flat.get("num_target_layers"),
@@ -132,7 +155,7 @@ def read_config(
         or next((len(state[key]) for key in (HEAD, "d2t") if key in state), vocab),
     }
     entered = _captured(flat, version, name)
-    _check_network(flat | config["rope_parameters"], name, block)
+    _check_network(flat, config["rope_parameters"], name, block)
     if not block:
         config |= {ENTERED: entered, "num_hidden_layers": 1, "qk_norm": any("q_norm" in key for key in state)}
         return LlamaConfig(**config, architectures=[ARCHITECTURES[cast(int, version)]])
@@ -154,8 +177,8 @@ def _flat(fields: Fields, version: int | str) -> Fields:
     The tensors do not tell whether slot 0 of a block drafts. Where `sample_from_anchor` is absent, slot 0 of a DSpark
     head drafts and that of a DFlash head does not; in speculators' format it does not in either, as vLLM reads it.
     """
-    foreign = "speculators_model_type" in fields
-    absent = {"sample_from_anchor": version == "dspark" and not foreign, "norm_before_residual": foreign}
+    foreign, block = "speculators_model_type" in fields, version in BLOCK_ARCHITECTURES
+    absent = {"sample_from_anchor": version == "dspark" and not foreign} if block else {"norm_before_residual": foreign}
     flat = absent | fields
     for key in NESTED:
         part = dict(fields.get(key) or {})
@@ -204,57 +227,81 @@ def _attention(flat: Fields) -> Fields:
         types = [SLIDING] * len(types)
     window = (flat.get("swa_window_size") or flat.get("sliding_window")) if SLIDING in types else None
     told = [bool(flat[key]) for key in ("is_causal", "causal") if flat.get(key) is not None]
-    absent = None if window and not flat.get("sliding_window_non_causal") else False
+    by_layer = SLIDING in (flat.get("layer_types") or ()) and not flat.get("sliding_window_non_causal")
     return {
         "layer_types": types[: flat["num_hidden_layers"]],
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "is_causal": told[0] if told else absent,
+        "is_causal": told[0] if told else None if by_layer else False,
     }
 
 
-def _check_network(flat: Fields, name: str, block: bool) -> None:
-    """Refuse a head of which some setting is not computed here.
+def _check_network(flat: Fields, rope: Fields, name: str, block: bool) -> None:
+    """Refuse a head of which some setting is not computed here, or not known.
 
     Raises:
         UserError: naming the settings.
     """
     architecture = str(flat.get("architectures"))
     kinds = {*(flat.get("layer_types") or ())[: flat["num_hidden_layers"] if block else 1]} - {"full_attention"}
-    settings = flat | {"layer_types": kinds - {SLIDING} if block else kinds, "Gemma's norms": "Gemma" in architecture}
-    computed = COMPUTED if block else COMPUTED | ALONE
+    settings = flat | rope | {"layer_types": kinds - {SLIDING} if block else kinds}
+    settings["Gemma's norms"] = "Gemma" in architecture
+    other = {key for key in flat.keys() - KNOWN if not key.startswith("_")} - {*(BLOCKS if block else ())}
+    computed = dict.fromkeys(sorted(other), OFF) | COMPUTED
     wrong = [f"{key} {settings[key]}" for key, values in computed.items() if settings.get(key, values[0]) not in values]
     if block and not (attention := _attention(flat))["sliding_window"]:
         slides = SLIDING in attention["layer_types"] or flat.get("use_sliding_window")
         wrong += ["a sliding layer without a window"] if slides else []
     if wrong:
-        raise UserError(f"{name} ({architecture}) has {', '.join(wrong)}, with which heads are not run: {NEXT}")
+        raise UserError(
+            f"{name} ({architecture}) has {', '.join(wrong)}, with which heads are not run: {NEXT}; a key that changes "
+            "nothing can be removed from its config.json"
+        )
 
 
-def unserved(head: DraftHead) -> dict[str, str]:
-    """Engines that do not run a block head as it was trained, each with the reason; of EAGLE's heads none is named.
+def unserved(head: DraftHead | PreTrainedModel) -> dict[str, str]:
+    """Engines that do not run a head or a draft model as it was trained, each with the reason.
 
     Most of them would not say so: they skip tensors and keys that they do not know.
     """
-    if not isinstance(head, BlockHead):
-        return {}
-    windows, causal = map(set, zip(*head.kinds))
-    of_version = {"dflash": ["sglang", "llama.cpp"], "dspark": ["sglang"], "dflash2": ENGINES}
-    spark, pairs = head.version == "dspark", (head.candidates or 0) * ((head.candidates or 0) + 1)
-    other = not head.rank if spark else head.from_anchor or (head.rank and not head.candidates)
-    drafted = f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens"
-    apart = head.confidence_head is not None and not head.config.confidence_head_with_markov
-    why = {
-        "its confidence head does not read the Markov head": ["llama.cpp"] if apart else [],
-        drafted: of_version[str(head.version)] if head.reduced else [],
-        "its window is not read there": ["sglang"] if windows != {None} else [],
-        "its layers differ in what is causal": ["sglang", "llama.cpp"] if len(causal) > 1 else [],
-        f"a {head.version} head of these parts is not known there": ENGINES if other else [],
-        f"{head.candidates} candidates need states of {pairs}": ["llama.cpp"]
-        if pairs > head.config.hidden_size
-        else [],
-    }
-    return {engine: reason for reason, engines in why.items() for engine in engines}
+    config, names = head.config, " ".join(name for name, _ in head.named_parameters())
+    why: list[tuple[Any, list[str], str]] = []
+    if isinstance(head, FeatureHead | BlockHead):
+        act, rope = config.hidden_act, config.rope_parameters["rope_type"]
+        why += [(act != "silu", ENGINES, f"its activation is {act}, expected silu")]
+    elif not isinstance(head, DraftHead):
+        window = config.model_type in FULL and getattr(config, "sliding_window", None)
+        slides = window and SLIDING in (getattr(config, "layer_types", None) or [SLIDING])
+        why += [(slides, ["llama.cpp"], f"its window of {window} tokens is not read there")]
+        why += [(config.model_type == "llama" and config.mlp_bias, ["sglang"], "its mlp_bias is not read there")]
+    if isinstance(head, FeatureHead):
+        third, states = head.version == 3, head.captured_layers
+        why += [
+            (third and max(states) == config.num_target_layers, ENGINES, "it reads the state behind the target's norm"),
+            (re.search(r"proj\.bias|q_norm", names), ENGINES, "its attention has biases or norms of its own"),
+            (third and len(states) != 3, ["llama.cpp"], f"it reads {len(states)} states, expected three"),
+            ("fc_norm" in names, ["llama.cpp"], "its fc_norm is not read there"),
+            (third and head.normed_states, ["llama.cpp"], "its norm_output is not read there"),
+            (third and head.normed_residual, ["sglang"], "its norm_before_residual is not read there"),
+            (head.owns_embedding, ["sglang"], "its own embedding is not read there"),
+            (not third and "fc.bias" not in names, ["sglang"], "its fc has no bias"),
+        ]
+    elif isinstance(head, BlockHead):
+        causal, spark = {causal for _, causal in head.kinds}, head.version == "dspark"
+        of_version = {"dflash": ["sglang", "llama.cpp"], "dspark": ["sglang"], "dflash2": ENGINES}
+        pairs = (head.candidates or 0) * ((head.candidates or 0) + 1)
+        other = not head.rank if spark else head.from_anchor or (head.rank and not head.candidates)
+        apart = head.confidence_head is not None and not config.confidence_head_with_markov
+        drafted = f"it drafts {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
+        why += [
+            (rope == "llama3", ["llama.cpp"], "its rope_type llama3 is not read there"),
+            (apart, ["llama.cpp"], "its confidence head does not read the Markov head"),
+            (head.reduced, of_version[str(head.version)], drafted),
+            (len(causal) > 1, ["llama.cpp"], "its layers differ in what is causal"),
+            (other, ENGINES, f"a {head.version} head of these parts is not known there"),
+            (pairs > config.hidden_size, ["llama.cpp"], f"{head.candidates} candidates need states of {pairs}"),
+        ]
+    return {engine: reason for wrong, engines, reason in why if wrong for engine in engines}
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -312,7 +359,9 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         UserError: a damaged or unfit head, or another format of drafts.
     """
     try:
-        folder = _folder(name, "config.json", "*.safetensors")
+        folder = _folder(name, "config.json", "*.safetensors", MASK)
+        if (folder / MASK).exists():
+            raise UserError(f"{name} has a {MASK}, an embedding of its masked slots alone, which is not run: {NEXT}")
         fields = read_model_json(folder / "config.json")
         tensors = [item for file in sorted(folder.glob("*.safetensors")) for item in load_file(file).items()]
         state = {_our_name(key): tensor for key, tensor in tensors if not UNREAD.search(key)}
@@ -378,18 +427,26 @@ def _share(head: DraftHead, state: dict[str, Tensor], ids: Tensor | None, target
     embedding, output = target.get_input_embeddings(), target.get_output_embeddings().weight.detach()
     rows = output if ids is None else output[ids.to(output.device)]
     theirs = {SHARED: embedding.weight.detach(), HEAD: rows}
-    if head.version == 3:
-        if type(embedding) is not nn.Embedding:  # engines take the bare table, which Gemma scales
+    bare = type(embedding) is nn.Embedding  # other ones scale the table, which engines take as it is (Gemma)
+    if isinstance(head, FeatureHead) and head.version == 3:
+        own = state.get(SHARED)
+        tied, head.config.tie_word_embeddings = head.config.tie_word_embeddings, False
+        state.setdefault(HEAD, rows if own is None or not tied else own if ids is None else own[ids])
+        if not bare:
             state.setdefault(SHARED, theirs[SHARED])
-        own = state.get(SHARED) if head.config.tie_word_embeddings else None
-        state.setdefault(HEAD, rows if own is None else own if ids is None else own[ids])
+        head.owns_embedding = own is not None and not _same(own, theirs[SHARED])
+        if bare and own is not None and not head.owns_embedding:
+            del state[SHARED]
         return
     for key, of_target in theirs.items():
-        if key == SHARED and head.version == 1 and type(embedding) is not nn.Embedding:
-            continue  # the file's is the bare table, which the target scales
-        weight = state.get(key)  # in either model's number format
-        if weight is not None and (weight.to(of_target).equal(of_target) or weight.equal(of_target.to(weight))):
+        # of EAGLE-1 the file's is the bare table, which the target scales
+        if key in state and (bare or key != SHARED or head.version != 1) and _same(state[key], of_target):
             del state[key]
+
+
+def _same(weight: Tensor, of_target: Tensor) -> bool:
+    """Whether a tensor of a file is the target's, in either one's number format."""
+    return weight.to(of_target).equal(of_target) or weight.equal(of_target.to(weight))
 
 
 def _fill(head: FeatureHead | BlockHead, state: dict[str, Tensor]) -> None:

@@ -118,9 +118,9 @@ def test_what_is_refused(folder, capsys, more, sentence) -> None:
 
 def test_a_block_head_is_checked_where_it_is_run_as_trained_and_no_longer_than_its_block(tiny) -> None:
     target = tiny("llama", num_hidden_layers=6)
-    head = filed_head(target, "dspark", window=6)
+    head = filed_head(target, "dspark", draft_vocab=24)
     check_head(head, "vllm", [3, 5])
-    with pytest.raises(UserError, match="its window is not read there"):
+    with pytest.raises(UserError, match="it drafts 24 of 48 tokens"):
         check_head(head, "sglang", [3])
     with pytest.raises(UserError, match=r"\[3, 6\], and a block of this head drafts 5"):
         check_head(head, "vllm", [3, 6])

@@ -96,7 +96,14 @@ LAYER = {f"blk.0.{name}.weight" for name in ("attn_norm", "attn_norm_2", "attn_q
 @needs_converter
 @pytest.mark.parametrize(
     ("family", "version", "drafted"),
-    [("llama", 3, 64), ("qwen3", 3, 64), ("llama", "dflash", None), ("llama", "dspark", None), ("llama", "dspark", 64)],
+    [
+        ("llama", 3, 64),
+        ("qwen3", 3, 64),
+        ("llama", "dflash", None),
+        ("gemma3", "dflash", None),
+        ("llama", "dspark", None),
+        ("llama", "dspark", 64),
+    ],
 )
 def test_the_converter_takes_heads_whole(family: str, version, drafted: int | None, tmp_path: Path) -> None:
     target = build_tiny(family, vocab_size=280, num_hidden_layers=6)
@@ -127,6 +134,7 @@ def test_the_converter_takes_heads_whole(family: str, version, drafted: int | No
     assert fields["dflash.target_layers"].contents() == [2, 3, 5]
     assert fields["dflash.block_size"].contents() == 5
     assert fields["tokenizer.ggml.mask_token_id"].contents() == 7
+    assert fields["dflash.embedding_scale"].contents() == 1  # of a Gemma target too, whose scale is not the head's
     assert not fields["dflash.attention.causal"].contents()
     for name in ("sample_from_anchor", "has_confidence_head") if version == "dspark" else ():
         assert fields[f"dflash.{name}"].contents()

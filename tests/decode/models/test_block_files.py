@@ -21,6 +21,11 @@ from decode.models.heads.files import COMPUTED, SLIDING, head_kind, load_head, s
 
 DRAFTED = 24  # tokens of a reduced vocabulary
 DERIVED = ("rope_type", "layer_types")  # of other keys
+UNKNOWN = (
+    "quantization_config", "final_logit_softcapping", "attn_logit_softcapping", "use_gemma_norm", "attention_sink_bias",
+    "attention_value_scale", "shift_label", "pure_draft_prefix_len", "norm_of_tomorrow",
+)  # fmt: skip
+"""Keys that change what is drafted, which no list here names."""
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +69,44 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
     elif format == "DeepSpec":
         fields = shape | old_rope | markov | {"architectures": ["Qwen3DSparkModel"], "block_size": 5}
         fields |= {"target_layer_ids": layers, "mask_token_id": MASK}
-    elif format == "SpecForge":
-        slots = {"target_layer_ids": layers, "mask_token_id": MASK, "projector_type": "dspark", "block_size": 5}
-        fields = shape | old_rope | {"architectures": ["DSparkDraftModel"], "dflash_config": slots | markov}
+    elif format == "SpecForge":  # all that its templates and transformers write
+        slots = {"target_layer_ids": layers, "mask_token_id": MASK, "pure_draft_prefix_len": 0, "shift_label": False}
+        if head.version == "dspark":
+            slots |= markov | {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+        name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}[head.version]
+        fields = shape | old_rope | {"architectures": [name], "dflash_config": slots, "block_size": 5}
+        fields |= {"auto_map": {"AutoModel": f"{head.version}.{name}"}, "num_target_layers": 6, "use_cache": True}
+        fields |= {"layer_types": config["layer_types"], "sliding_window": config["sliding_window"]}
+        fields |= {"use_sliding_window": config["use_sliding_window"], "max_window_layers": 28, "dtype": "bfloat16"}
+        fields |= {"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "eos_token_id": [2, 3]}
+        fields |= {"target_hidden_size": None, "tie_word_embeddings": True, "transformers_version": "5.5.3"}
     elif format == "vLLM":
         fields = shape | {"architectures": ["DFlashDraftModel"], "rope_parameters": config["rope_parameters"]}
         fields |= {"eagle_aux_hidden_state_layer_ids": list(head.captured_layers), "is_causal": False, "block_size": 5}
         fields |= {"mask_token_id": MASK, "draft_vocab_size": config["draft_vocab_size"], "target_layer_ids": [0, 1, 2]}
         state = {key.replace("d2t", "draft_id_to_target_id"): tensor for key, tensor in state.items()}
-    else:
+    else:  # all that its version 0.9 writes
+        attention = {key: config[key] for key in ("layer_types", "sliding_window", "use_sliding_window")}
         fields = {
-            "architectures": [f"{head.version}Speculator"],
+            "architectures": ["DFlash2DraftModel" if head.version == "dflash2" else f"{head.version}Speculator"],
             "speculators_model_type": head.version,
-            "transformer_layer_config": shape | {"rope_parameters": config["rope_parameters"]},
+            "speculators_version": "0.9.0",
+            "transformer_layer_config": shape | attention | {"rope_parameters": config["rope_parameters"]},
             "aux_hidden_state_layer_ids": list(head.captured_layers),
             "block_size": 5,
             "mask_token_id": MASK,
             "draft_vocab_size": config["draft_vocab_size"],
-            "sliding_window_non_causal": False,
-            "speculators_config": {"algorithm": head.version, "verifier": {"name_or_path": "target"}},
+            "sliding_window_non_causal": not head.layers[0].causal,
+            "target_hidden_size": None,
+            "transformers_version": "5.19.0",
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            "speculators_config": {
+                "algorithm": head.version,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.drafts}],
+                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+            },
         } | markov
         if head.from_anchor:
             fields["sample_from_anchor"] = True
@@ -103,6 +127,12 @@ HEADS = {
     "DFlash 2": {"version": "dflash2"},
     "DFlash 2, reduced": {"version": "dflash2", "draft_vocab": DRAFTED, "window": 6},
     "sliding and causal": {"version": "dflash", "window": 6, "causal": True},
+    "DFlash, half of whose layers slide": {
+        "version": "dflash",
+        "window": 6,
+        "is_causal": None,
+        "layer_types": [SLIDING, "full_attention"],
+    },
     "mixed": {"version": "dspark", "window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]},
 }
 
@@ -130,6 +160,8 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("vLLM", "reduced vocabulary"),
         ("DeepSpec", "DSpark"),
         ("SpecForge", "DSpark"),
+        ("SpecForge", "DFlash"),
+        ("SpecForge", "DFlash, half of whose layers slide"),
         ("speculators", "DFlash"),
         ("speculators", "DFlash that drafts in slot 0"),
         ("speculators", "reduced vocabulary"),
@@ -137,6 +169,8 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("speculators", "DSpark, fill-in"),
         ("z-lab", "DFlash 2"),
         ("speculators", "DFlash 2"),
+        ("speculators", "DFlash, half of whose layers slide"),
+        ("speculators", "mixed"),
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
@@ -186,8 +220,13 @@ def test_a_reduced_vocabulary_may_be_smaller_than_a_selectors_candidates(target,
         ("DeepSpec", {"markov_rank": 0}, r"(?s)Unexpected key.*markov_w1"),
         ("DeepSpec", {"vocab_size": 99}, "99 tokens; this target has"),
         *(  # in either part of the file
-            ("DeepSpec", {"dflash_config": {key: "other"}} if i % 2 else {key: "other"}, f"{key} other, with which")
-            for i, key in enumerate(key for key in COMPUTED if re.fullmatch("[a-z_]+", key) and key not in DERIVED)
+            (
+                "DeepSpec",
+                {"dflash_config": {key: "other"}} if i % 2 else {key: "other"},
+                rf"{key} other\b.*, with which",
+            )
+            for i, key in enumerate([*(key for key in COMPUTED if re.fullmatch("[a-z_]+", key)), *UNKNOWN])
+            if key not in DERIVED
         ),
     ],
 )
@@ -205,7 +244,7 @@ def test_what_is_not_computed_here_is_refused(format, fields, told: str, target:
         ({"layer_types": [SLIDING] * 2, "sliding_window": 8}, [8, 8], [True, True]),
         ({"layer_types": [SLIDING, "full_attention"], "sliding_window": 8}, [8, None], [True, False]),
         ({"layer_types": [SLIDING, "full_attention"], "sliding_window": 8, "is_causal": True}, [8, None], [True, True]),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}, "sliding_window": 8}, [9, 9], [True, True]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}, "sliding_window": 8}, [9, 9], [False] * 2),
         ({"dflash_config": {"causal": True}}, [None, None], [True, True]),
         ({"dflash_config": {"causal": True}, "is_causal": False}, [None, None], [False, False]),
         ({"layer_types": [SLIDING] * 2, "sliding_window": 8, "sliding_window_non_causal": True}, [8, 8], [False] * 2),
@@ -244,10 +283,10 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     wide = unserved(make_block_head(target, "dflash2", candidates=16))
     assert wide == {"llama.cpp": "16 candidates need states of 272"}
     assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
-    assert unserved(make_block_head(target, "dflash", window=6)) == {"sglang": "its window is not read there"}
+    assert unserved(make_block_head(target, "dflash", window=6)) == {}
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
     mixed = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
-    assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"sglang", "llama.cpp"}
+    assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"llama.cpp"}
     apart = make_block_head(target, "dspark")
     apart.config.confidence_head_with_markov = False
     assert unserved(apart) == {"llama.cpp": "its confidence head does not read the Markov head"}

@@ -26,6 +26,7 @@ from decode.loop import Method
 from decode.models.check import open_runner
 from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.runner import HeadRunner
+from decode.models.open import load_model
 
 DRAFTED = 24  # tokens of a reduced vocabulary
 SHAPE = {
@@ -42,12 +43,47 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SPECULATORS = {
+SPECULATORS = {  # every key that its version 0.9 writes beside the layer's
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
+    "speculators_version": "0.9.0",
     "draft_vocab_size": DRAFTED,
     "target_hidden_size": None,
-    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}},
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "embed_requires_grad": False,
+    "eagle_aux_hidden_state_layer_ids": None,
+    "transformers_version": "5.19.0",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+    },
+}
+SPECFORGE = {  # of its templates, which its exports keep, and what transformers adds
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.02,
+    "max_window_layers": 36,
+    "sliding_window": 512,
+    "use_sliding_window": False,
+    "decoder_sparse_step": 1,
+    "pretraining_tp": 1,
+    "mlp_bias": False,
+    "target_model_type": "gemma3_text",
+    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
+    "transformers_version": "5.3.0",
+    "use_cache": True,
+    "draft_vocab_size": DRAFTED,
 }
 FORMATS = {
     # the authors' own: the architecture of the target, any number of layers
@@ -58,11 +94,11 @@ FORMATS = {
         "head_dim": 12,
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "SpecForge": {**SPECFORGE, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "rope_scaling": {}},
     "SpecForge 3.1": {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        **SPECFORGE,
         "fc_norm": True,
         "norm_output": True,
-        "draft_vocab_size": DRAFTED,
         "rope_scaling": {**SCALED, "original_max_position_embeddings": 16},
         "rope_theta": 5e5,
     },
@@ -79,6 +115,13 @@ FORMATS = {
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         "transformer_layer_config": SHAPE | {"architectures": ["LlamaForCausalLM"], "layer_types": ["full_attention"]},
     },
+    "speculators, norm before fc": {
+        **SPECULATORS,
+        "norm_before_residual": False,
+        "norm_before_fc": True,
+        "norm_output": True,
+        "transformer_layer_config": SHAPE | {"layer_types": ["full_attention"], "sliding_window": 2048},
+    },
     "speculators, Qwen3": {
         **SPECULATORS,
         "fc_norm": True,
@@ -91,7 +134,15 @@ FORMATS = {
     },
     "NVIDIA, last state": {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"use_aux_hidden_state": False, "parallel_draft_step": 1},
+        "eagle_config": {
+            "use_aux_hidden_state": False,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+        },
     },
     "narrow": {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -104,8 +155,8 @@ FORMATS = {
     "EAGLE-1, vLLM": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle", "model": SHAPE},
 }
 PREFIX = {"Automodel": "model."}
-LAYER = {"vLLM": "layers.0.", "Automodel": "layers.0.", "speculators": "layers.0.", "speculators, Qwen3": "layers.0."}
-OWN_EMBEDDING = ("EAGLE", "speculators", "speculators, Qwen3", "narrow", "EAGLE-1")
+LAYER = dict.fromkeys([*(name for name in FORMATS if "speculators" in name), "vLLM", "Automodel"], "layers.0.")
+OWN_EMBEDDING = ("EAGLE", "SpecForge", "speculators", "speculators, Qwen3", "narrow", "EAGLE-1")
 SHARED_HEAD = ("Qwen2.5-VL",)
 
 
@@ -154,7 +205,7 @@ def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Ten
         del outside["fc.weight"]
     if fields.get("fc_norm"):
         outside |= {f"fc_norm.{i}.weight": (32,) for i in range(len(captured_of(format)))}
-    if fields.get("eagle_config", {}).get("norm_before_fc"):
+    if (fields | fields.get("eagle_config", {})).get("norm_before_fc"):
         outside["input_norm.weight"] = (rows,)
     if format in OWN_EMBEDDING:
         outside["embed_tokens.weight"] = (48, width)
@@ -203,7 +254,7 @@ def twin(state: dict[str, Tensor], format: str, target: PreTrainedModel, ids: li
     if fields.get("fc_norm"):
         parts = [rms(part, state[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
     x = torch.cat(parts, -1)
-    if eagle.get("norm_before_fc"):
+    if (fields | eagle).get("norm_before_fc"):
         x = rms(x, state["input_norm.weight"])
     if not first and "last state" not in format:
         x = x @ state["fc.weight"].T
@@ -296,6 +347,10 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
         ({"medusa_num_heads": 3, "base_model_name_or_path": "target"}, "Medusa"),
         ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "MTP"),
+        ({"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp"}, "MTP"),
+        ({"architectures": ["XPressSpeculator"], "speculators_model_type": "xpress", "xpress_rank": 256}, "XPress"),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"architectures": ["LlamaForCausalLM"], "pard_token": 47, "spd_type": "pard2"}, "PARD-2"),
         ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLPSpeculator"),
         ({"architectures": ["Eagle2_5_VLForConditionalGeneration"]}, ""),  # models of their own
         ({"model_type": "qwen3"}, ""),
@@ -321,6 +376,10 @@ def test_another_format_of_drafts_is_refused_by_its_name(fields: dict[str, Any],
         ({}, {"fc.weight": (32, 64)}, "size mismatch"),
         ({"eagle_config": {"parallel_draft_step": 4}}, {}, "parallel_draft_step 4"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "sliding_attention"),
+        ({"residual_multiplier": 0.5}, {}, r"residual_multiplier 0\.5, with which.*can be removed"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm True, with which"),
+        ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm False, with which"),
+        ({"is_causal": True}, {}, "is_causal True, with which"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {}, r"layers \[1, 2, 4\] of a target of 4"),
         ({"hidden_size": 64}, {}, "width 64 and 48 tokens"),
         ({"fc_norm": True}, {}, r"(?s)Missing key.*fc_norm\.0\.weight"),
@@ -334,6 +393,33 @@ def test_what_a_head_has_beside_the_network_is_refused(fields, tensors, told: st
     save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "more.safetensors")
     with pytest.raises(UserError, match=told):
         load_head(tmp_path, target)
+
+
+def test_a_pard_draft_is_an_ordinary_draft_with_a_warning(tiny, tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"pard_token": 47, "spd_type": "pard"}))
+    assert not head_kind(tmp_path)
+    with pytest.warns(UserWarning, match="is a PARD draft: it drafts losslessly here"):
+        again = load_model(tmp_path, device="cpu", dtype="auto")
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+def test_an_embedding_of_the_masked_slots_alone_is_refused(target, tmp_path: Path) -> None:
+    publish(tmp_path, target, "vLLM")
+    torch.save({"embedding": torch.zeros(32)}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(UserError, match=r"mask_embedding\.pt.*train one"):
+        load_head(tmp_path, target)
+
+
+def test_a_copy_of_the_target_s_embedding_is_not_kept(target, tmp_path: Path) -> None:
+    publish(tmp_path, target, "SpecForge")
+    assert load_head(tmp_path, target).owns_embedding
+    table = target.get_input_embeddings().weight.detach().half()
+    save_file({"embed_tokens.weight": table}, tmp_path / "model-00003.safetensors")
+    head = load_head(tmp_path, target)
+    assert (head.embed_tokens, head.owns_embedding) == (None, False)
 
 
 @pytest.mark.parametrize("change", ["absolute", "fractions", "twice", "outside"])
