@@ -10,7 +10,7 @@ from rich.console import Console
 from decode.commands.checks import check_lengths, open_pair, open_suites, session_options, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.sampling import LogitsWarper
-from decode.engines.base import room
+from decode.engines.base import room_for
 from decode.engines.check import (
     UNEXPLAINED,
     Accepted,
@@ -73,20 +73,16 @@ def run(settings: ServeCheckSettings) -> None:
         check_lengths("draft_lengths", settings.draft_lengths, pair.target)
         check_head(pair.draft, settings.engine, settings.draft_lengths)
         chat = use_chat(settings, pair.tokenizer, tell=True)
-        session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, session_options(settings, pair))
+        options = session_options(settings, pair)
+        options.beyond = room_for(max(settings.draft_lengths))
+        session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
         items = [item for suite in open_suites(settings, chat=chat) for item in session.items(suite)]
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
-        longest = max(len(item.ids) for item in items) + settings.max_new_tokens
-        context = room(longest, max(settings.draft_lengths))
-        if context > (limit := min(each.limit for each in (session.runner, *session.drafts.values()))):
-            raise UserError(
-                f"the longest text has {longest} tokens, beside whose end an engine drafts in a context of {context}, "
-                f"and that of the pair holds {limit}: lower --max-new-tokens or --draft-lengths"
-            )
         engine = Engine(
-            settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model", context,
+            settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model",
+            max(len(item.ids) for item in items) + settings.max_new_tokens + options.beyond,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
             settings.program, settings.url, settings.threads, settings.timeout,
         )  # fmt: skip

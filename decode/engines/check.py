@@ -197,16 +197,13 @@ def serving_facts(
     return json.loads(json.dumps(facts, default=str))
 
 
-AUX = "eagle_aux_hidden_state_layer_ids"
-
-
 def causes_in_files(target: Path, draft: Path, facts: Fields | None = None) -> list[Cause]:
     """Causes that the folders of target and draft show before anything is started.
 
     `facts` are `serving_facts` of the target, which are compared with those of the draft's training.
     """
     profile, config = read_json(draft / "speculation_profile.json"), read_json(draft / "config.json")
-    trained, again = profile.get("trained_with") or {}, "export the draft again"
+    trained = profile.get("trained_with") or {}
     remedy = "serve the draft with what it was trained with, or train it for what is served"
     causes = [
         Cause(f"other {name}", f"training had {trained[name]}, served is {value}", remedy)
@@ -215,15 +212,12 @@ def causes_in_files(target: Path, draft: Path, facts: Fields | None = None) -> l
     ]
     if profile.get("weights") not in (None, weight_fingerprints(draft)):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"
-        causes.append(Cause("other weights than measured", evidence, again))
-    states, layers = config.get(AUX), read_json(target / "config.json").get("num_hidden_layers")
-    left = (config.get("eagle_config") or {}).get(AUX)  # as SGLang counts them
+        causes.append(Cause("other weights than measured", evidence, "export the draft again"))
+    states = config.get("eagle_aux_hidden_state_layer_ids")
+    layers = read_json(target / "config.json").get("num_hidden_layers")
     if states and max(states) == layers:
         evidence = f"the head reads state {layers} of {layers} layers, which engines give before the last norm"
         causes.append(Cause("last state captured", evidence, f"train it on three states below {layers}"))
-    if states and left and [layer + 1 for layer in left] != states:
-        evidence = f"{AUX} is {states} for vLLM, and names the layers {left} in eagle_config for SGLang, one less each"
-        causes.append(Cause("captured layers off by one", evidence, again))
     return causes
 
 

@@ -38,6 +38,7 @@ class BenchOptions:
     threads: int | None = None  # of torch while speed is measured; None measures one against all
     datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
     pack: str = "auto"  # see `decode.models.check.open_runner`
+    beyond: int = 0  # tokens drafted behind the longest text that contexts have to hold too
 
 
 @dataclass
@@ -102,12 +103,13 @@ class Session:
             raise UserError(f"{suite.name}: {unknown}")
         opened = {"the target": self.runner} | {f"the draft {name}": runner for name, runner in self.drafts.items()}
         whose, room = min(((who, runner.limit) for who, runner in opened.items()), key=lambda pair: pair[1])
-        fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
+        new = self.options.max_new_tokens + self.options.beyond
+        fitting = [item for item in items if len(item.ids) + new <= room + 1]
         if not fitting:
             raise UserError(
                 f"no prompt of {suite.name} fits: the shortest of {len(items)} has "
                 f"{min((len(item.ids) for item in items), default=0)} tokens, the context of {whose} holds {room}, "
-                f"{self.options.max_new_tokens} new ones among them; lower max_new_tokens or take another suite"
+                f"{new} new ones among them; lower max_new_tokens or take another suite"
             )
         if len(fitting) < len(items):
             notes.append(

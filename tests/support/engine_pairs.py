@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from distill.export.draft import export_draft
 from distill.export.head import export_head
 
 PROMPTS = ("Tom has 3 apples", "How many apples does he have?", "buys 4 more apples", "Das Ma")
-BUDGET = 24  # new tokens of each text
+BUDGET, LENGTH = 24, 28  # new tokens of each text, and tokens of each of `even_prompts`
 LIMITS = ("--threads", "1", "--timeout", "1800")
 """Generous ones: a busy machine takes minutes to load vLLM."""
 
@@ -69,7 +70,17 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
         save_head(head, folder / f"trained-{name}")
         export_head(folder / f"trained-{name}", folder / "target", folder / name, settings, length=3)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "even.txt").write_text("\n".join([*PROMPTS, *even_prompts(tokenizer, 8)]) + "\n")
     return folder
+
+
+def even_prompts(tokenizer: Any, count: int) -> list[str]:
+    """Texts of as many tokens each, so that every one needs the room of the longest."""
+    chance, made = random.Random(0), list[str]()
+    while len(made) < count:
+        text = "".join(chance.sample(PROMPTS[1], len(PROMPTS[1]))).strip()
+        made += [text] if len(tokenizer(text)["input_ids"]) == LENGTH else []
+    return made
 
 
 @torch.no_grad()
@@ -121,11 +132,17 @@ def gguf(folder: Path, name: str, kind: str = "f32") -> Path:
 
 
 def serve_check(
-    folder: Path, engine: str, draft: str, *more: str, temperatures: str = "0,1", status: int = 0
+    folder: Path,
+    engine: str,
+    draft: str,
+    *more: str,
+    prompts: str = "prompts.txt",
+    temperatures: str = "0,1",
+    status: int = 0,
 ) -> dict[str, Any]:
     """What ``python -m decode serve-check`` prints of five drafted tokens on `PROMPTS`; it ends with this status."""
     command = ["serve-check", "--engine", engine, "--target", str(folder / "target"), "--draft", str(folder / draft)]
-    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "5", "--temperatures", temperatures]
+    command += ["--suite", f"prompts={folder / prompts}", "--draft-lengths", "5", "--temperatures", temperatures]
     command += ["--max-new-tokens", str(BUDGET), "--device", "cpu", "--chat", "false", "--json", *LIMITS, *more]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -14,7 +14,7 @@ import torch
 import vllm_cpu
 from engine_pairs import (
     BUDGET,
-    PROMPTS,
+    LENGTH,
     gguf,
     needs_llama,
     needs_vllm,
@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from vllm_cpu import plugin
 
 from decode.__main__ import main
-from decode.engines.base import room
+from decode.engines.base import room_for
 from decode.engines.server import ENGINES, Engine, Server, free_port, opened, running
 from decode.errors import UserError
 from decode.models.heads.block_parts import convolved
@@ -88,13 +88,11 @@ def test_vllm_accepts_in_each_text_what_is_predicted(llama: Path, draft: str) ->
 def test_vllm_without_the_faults_of_its_cpu_build_accepts_in_each_text_what_is_predicted(
     qwen3: Path, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a context in which the longest text is just drafted to its end."""
+    """In a context in which every text is just drafted to its end."""
     for name, value in plugin(tmp_path).items():
         monkeypatch.setenv(name, value)
-    tokenizer = AutoTokenizer.from_pretrained(qwen3 / "target")
-    longest = max(len(ids) for ids in tokenizer(list(PROMPTS))["input_ids"])
-    with running_vllm(qwen3, draft, room(longest + BUDGET, 5)) as server:
-        assert differences(serve_check(qwen3, "vllm", draft, "--url", server.url)) == []
+    with running_vllm(qwen3, draft, LENGTH + BUDGET + room_for(5)) as server:
+        assert differences(serve_check(qwen3, "vllm", draft, "--url", server.url, prompts="even.txt")) == []
 
 
 @needs_vllm
