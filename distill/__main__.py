@@ -1,5 +1,6 @@
 """``python -m distill --config C``: from data to an exported, measured draft."""
 
+import os
 import shlex
 import sys
 
@@ -43,7 +44,14 @@ def main(argv: list[str] | None = None) -> None:
         return _ablate(argv[1:])
     modes = [argv.pop(0)] if argv[0] == "check-engine" else []
     modes += [flag for flag in ("--dry-run", "--estimate", "--show-example") if take_flag(argv, flag)]
-    settings = read_settings(argv)
+    try:
+        settings = read_settings(argv)
+    except UserError as error:
+        if not {"WORLD_SIZE", "SLURM_NTASKS"} & os.environ.keys():
+            raise
+        from distill import ranks
+
+        ranks.refuse(error)
     from distill import pipeline, ranks, rehearse
 
     for mode in modes:

@@ -12,11 +12,11 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -173,20 +173,37 @@ def start(trainer: Any) -> None:
         )
     if (device := local_device(trainer)).index:
         torch.cuda.set_device(device)
-    if count == 1 or dist.is_initialized():
-        return
+    if count > 1 and not dist.is_initialized():
+        _join(place, device.type == "cuda", COLLECTIVE)
+
+
+def _join(place: ClusterEnvironment, cuda: bool, timeout: timedelta) -> None:
+    """Join the processes that were started, which takes at most this time; so may each collective of a training."""
     os.environ |= {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend, count = "cpu:gloo,cuda:nccl" if cuda else "gloo", place.world_size()
     try:
-        dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=COLLECTIVE)
+        dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=timeout)
     except dist.DistError as error:
         raise UserError(
-            f"not all of the {count} processes came to {place.main_address} within {COLLECTIVE}: the output of those "
-            f"that are missing says why ({first_line(error)})"
+            f"not all of the {count} processes came to {place.main_address} within {timeout}: the output of those that "
+            f"are missing says why ({first_line(error)})"
         ) from error
     global _waiting
     _waiting = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def refuse(error: UserError) -> NoReturn:
+    """Raise what stops this process before it has settings, in all processes that were started with it.
+
+    Raises:
+        UserError: The error.
+    """
+    with together():
+        with suppress(UserError):  # the others do not come
+            if (place := environment()).world_size() > 1:
+                _join(place, torch.cuda.is_available(), TOLD)
+        raise error
 
 
 def check_alone(command: str) -> None:
@@ -218,6 +235,9 @@ def together() -> Iterator[None]:
     except Elsewhere:
         raise
     except Exception as error:
+        if "Connection closed by peer" in str(error):  # of gloo, in a training
+            ended = "another process has ended, and its output says why; then run the same command again to continue"
+            raise Elsewhere(ended) from error
         why, refused = "", isinstance(error, UserError)
         with suppress(RuntimeError):  # the others have ended, or do not come
             why = _stopped(str(error) if refused else f"{type(error).__name__}: {error}", TOLD)
@@ -273,15 +293,22 @@ def exchange(value: Value) -> list[Value]:
     return values
 
 
+def soon(seen: Callable[[], bool]) -> bool:
+    """Whether this process sees, within `SEEN` seconds, what another one has written."""
+    end = time.monotonic() + SEEN * (world() > 1)
+    while not (there := seen()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return there
+
+
 def check_seen(path: Path) -> None:
     """Wait for all processes, and see to it that a file that the first one has just written is there for each of them.
 
     Raises:
         UserError: It is not, because the processes work in different folders or on different disks.
     """
-    content, end = exchange(_content(path))[0], time.monotonic() + SEEN
-    while (seen := _content(path) == content) is False and time.monotonic() < end:
-        time.sleep(0.2)
+    content = exchange(_content(path))[0]
+    seen = soon(lambda: _content(path) == content)
     folder = f"{path.parent.parent.absolute()} on {platform.node()}"
     places = exchange((seen, folder))
     if blind := [f"process {number}: {where}" for number, (there, where) in enumerate(places) if not there]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from decode.commands.checks import check_lengths, open_pair, open_suites, session_options, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.sampling import LogitsWarper
+from decode.engines.base import room
 from decode.engines.check import (
     UNEXPLAINED,
     Accepted,
@@ -77,9 +78,15 @@ def run(settings: ServeCheckSettings) -> None:
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
+        longest = max(len(item.ids) for item in items) + settings.max_new_tokens
+        context = room(longest, max(settings.draft_lengths))
+        if context > (limit := min(each.limit for each in (session.runner, *session.drafts.values()))):
+            raise UserError(
+                f"the longest text has {longest} tokens, beside whose end an engine drafts in a context of {context}, "
+                f"and that of the pair holds {limit}: lower --max-new-tokens or --draft-lengths"
+            )
         engine = Engine(
-            settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model",
-            max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1,
+            settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model", context,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
             settings.program, settings.url, settings.threads, settings.timeout,
         )  # fmt: skip

@@ -61,6 +61,15 @@ def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> st
     return found[0]
 
 
+def room(longest: int, draft_length: int) -> int:
+    """The context that a server needs to draft to the end of a text of so many tokens, its prompt's among them.
+
+    vLLM 0.32 drafts while the text, the k drafted tokens that are verified and the next k (of DFlash k + 1) fit; where
+    it schedules ahead, it takes the k of the round before for accepted (v1/worker/gpu_model_runner.py:2041, 4288).
+    """
+    return longest + 3 * draft_length + 2
+
+
 class EngineKind(ABC):
     """How one engine is found, started, asked and counted.
 

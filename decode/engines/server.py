@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,7 +109,8 @@ def running(
     `environment` are added to `inherited_environment`.
 
     Raises:
-        UserError: it ends before it is ready, or is not ready in time; with its first error and its last lines.
+        UserError: it ends before it is ready, is not ready in time, or a request to it in the block fails; with the
+            first error and the last lines of its log, and where that is kept.
     """
     with scratch_folder() as folder, (folder / "log").open("wb") as out:
         process = subprocess.Popen(
@@ -119,17 +123,18 @@ def running(
         try:
             end = time.monotonic() + seconds
             while not ready():
-                ended = process.poll() is not None
-                if ended or time.monotonic() > end:
-                    what = f"was not ready after {seconds:.0f} s; give it longer with --timeout"
-                    if ended:
-                        what = f"ended with status {process.returncode} while loading"
-                    log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-                    first = f" The first error:\n{found[0]}\n" if (found := CAUSE.search(log)) else ""
-                    last = f"Its last lines:\n{log[-LAST:]}\nThe command was: {' '.join(command)}"
-                    raise UserError(f"{name} {what}.{first} {last}")
+                if process.poll() is not None:
+                    raise UserError(f"{name} ended with status {process.returncode} while loading")
+                if time.monotonic() > end:
+                    raise UserError(f"{name} was not ready after {seconds:.0f} s; give it longer with --timeout")
                 time.sleep(0.5)
             yield folder / "log"
+        except UserError as error:
+            log = (folder / "log").read_text(encoding="utf-8", errors="replace")
+            kept = shutil.copy(folder / "log", Path(tempfile.mkdtemp(prefix="draftsmith-")) / f"{name}.log")
+            first = f" The first error:\n{found[0]}\n" if (found := CAUSE.search(log)) else ""
+            last = f"Its last lines:\n{log[-LAST:]}\nIts whole log is {kept}. The command was: {shlex.join(command)}"
+            raise UserError(f"{error}.{first} {last}") from error
         finally:
             assert watcher.stdin is not None
             watcher.stdin.close()

@@ -27,7 +27,6 @@ MEASURED = (
     "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
 )  # fmt: skip
 """Rows of the card, by key of the profile."""
-SERVED = "<!-- served: begin -->"  # behind which serve-check has its section of the card
 
 
 def fastest_row(report: Report, *drafts: str) -> Facts:
@@ -112,7 +111,7 @@ def describe(
 def write_card(folder: Path, facts: Report, length: int, measured: Report | None = None) -> None:
     """Writes speculation_profile.json and README.md, each renamed into place.
 
-    What other commands have added to both stays: `serve-check` what was served, `profile` costs by batch size.
+    What other commands have added to the profile stays: `serve-check` what was served, `profile` costs by batch size.
 
     Args:
         folder: Folder that holds the exported files.
@@ -120,7 +119,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
         length: Number of drafted tokens per round.
         measured: What `export_profile` returns. What is absent is left out.
     """
-    measured, before, card = measured or {}, read_json(folder / PROFILE), folder / "README.md"
+    measured, before = measured or {}, read_json(folder / PROFILE)
     method = "draft_model" if facts["kind"] == "draft" else facts["kind"]
     profile = before | {"method": method, "num_speculative_tokens": length, "measured": measured}
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
@@ -136,9 +135,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
         commands=commands(facts["target"], facts["folder"], exported_facts(folder)),
         positions=markdown(columns, positions), alike=alike,
     )  # fmt: skip
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    _, begin, served = (card.read_text(encoding="utf-8") if card.exists() else "").partition(SERVED)
-    write_text(card, text + (f"\n{begin}{served}" if begin else ""))
+    write_text(folder / "README.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
 
 
 def add_measurements(export_dir: str | Path, report: Report, draft: str) -> None:

@@ -134,7 +134,7 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2 or not CUDA, reason="need
 @two
 def test_nothing_is_put_on_the_first_gpu_for_a_run_on_the_second(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
-    settings.trainer.devices = "1,"
+    settings.trainer.devices = [1]
     _, run, _ = run_tiny(settings)
     assert run.device == torch.device("cuda", 1)
     assert run.record("adaspec").history  # type: ignore[union-attr]

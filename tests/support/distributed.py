@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from tiny_run import altered, given, tiny_settings
 
 from decode.errors import UserError
 from distill import fingerprints, ranks
+from distill.__main__ import main as command
 from distill.config import DraftSettings, Settings, TrainerSettings
 from distill.config.models import StudentSettings
 from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
-from distill.pipeline import run_pipeline
+from distill.pipeline import run_pipeline, write_settings
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 from distill.training.modules import DistillModule
@@ -110,10 +112,16 @@ def refusals(folder: Path, rank: int, world: int) -> None:
         "corpus": {"data__source": str(rows)},
         "all": {"trainer__attention": "flash_attention_2"},
     }
-    told = {}
+    usual, told = partial(settings_of, "ddp", folder / "refused", world), {}
+    if not rank:
+        write_settings(usual(), Path("settings.yaml"))
+    try:
+        command(["--config", "settings.yaml"])  # before the processes have joined
+    except UserError as error:
+        told["settings"] = str(error)
     for name, changes in cases.items():
         try:
-            run_pipeline(altered(settings_of("ddp", folder / "refused", world), **changes), Console(quiet=True))
+            run_pipeline(altered(usual(), **changes), Console(quiet=True))
         except UserError as error:
             told[name] = str(error)
     (folder / f"refusals-{rank}.json").write_text(json.dumps(told))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pairs import make_tokenizer
 
 from decode.__main__ import main
 from decode.engines.gguf import convert
-from decode.engines.server import CHECKOUT, ENGINES, Engine, opened
+from decode.engines.server import CHECKOUT, ENGINES, Engine, Server, opened
 from decode.models.heads.block import BlockHead
 from decode.models.heads.files import save_head
 from distill.config import ExportSettings
@@ -26,6 +27,7 @@ from distill.export.draft import export_draft
 from distill.export.head import export_head
 
 PROMPTS = ("Tom has 3 apples", "How many apples does he have?", "buys 4 more apples", "Das Ma")
+BUDGET = 24  # new tokens of each text
 LIMITS = ("--threads", "1", "--timeout", "1800")
 """Generous ones: a busy machine takes minutes to load vLLM."""
 
@@ -118,20 +120,24 @@ def gguf(folder: Path, name: str, kind: str = "f32") -> Path:
     return file if file.is_file() else convert(folder / name, file, kind, target=target)
 
 
-def serve_check(folder: Path, engine: str, draft: str, *more: str, temperatures: str = "0,1") -> dict[str, Any]:
-    """What ``python -m decode serve-check`` prints of three drafted tokens on `PROMPTS`, if it finds no fault."""
+def serve_check(
+    folder: Path, engine: str, draft: str, *more: str, temperatures: str = "0,1", status: int = 0
+) -> dict[str, Any]:
+    """What ``python -m decode serve-check`` prints of five drafted tokens on `PROMPTS`; it ends with this status."""
     command = ["serve-check", "--engine", engine, "--target", str(folder / "target"), "--draft", str(folder / draft)]
-    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "3", "--temperatures", temperatures]
-    command += ["--max-new-tokens", "24", "--device", "cpu", "--chat", "false", "--json", *LIMITS, *more]
+    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "5", "--temperatures", temperatures]
+    command += ["--max-new-tokens", str(BUDGET), "--device", "cpu", "--chat", "false", "--json", *LIMITS, *more]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main(command) == 0
+        assert main(command) == status
     return dict(json.loads(printed.getvalue()))
 
 
-def check_of_a_running_vllm(folder: Path, draft: str) -> dict[str, Any]:
-    """The same of a vLLM that runs already, which starts once instead of twice: its texts beside transformers' own."""
+@contextlib.contextmanager
+def running_vllm(folder: Path, draft: str, context: int, *arguments: str) -> Iterator[Server]:
+    """A vLLM that drafts five tokens: `serve_check` by its address starts it once instead of twice."""
     method = {"draft": "draft_model", "head": "eagle3"}.get(draft, draft)
-    engine = Engine("vllm", str(folder / "target"), str(folder / draft), method, 128, threads=1, seconds=1800)
-    with opened(engine, 3) as server:
-        return serve_check(folder, "vllm", draft, "--url", server.url)
+    engine = Engine("vllm", str(folder / "target"), str(folder / draft), method, context, arguments=arguments)
+    engine.threads, engine.seconds = 1, 1800
+    with opened(engine, 5) as server:
+        yield server

@@ -1,13 +1,15 @@
 """Gives hidden states out of vLLM as files. The engine imports this file by its folder (PYTHONPATH), and nothing else.
 
 vLLM's connector (0.32 and 0.33 alike) collects the states. Here a file appears whole or not at all, a failed write is
-told to whoever waits for the file, and the CPU build works, which has neither streams nor pinned memory.
+told to whoever waits for the file, and the CPU build works, which has neither streams nor pinned memory, fills
+temperatures into a copy, and dies of a seed whose prompt is read in parts.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,6 +32,25 @@ if current_platform.is_cpu():  # vLLM 0.32 fills temperatures into a copy there 
         return expanded if replace_from == replace_to else expanded.masked_fill(expanded == replace_from, replace_to)
 
     rejection_sampler.expand_batch_to_tokens = _spread
+
+
+def _without_rewinding(sample_tokens: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same method of a model runner, but texts whose prompts are read in part draw nothing with their own seeds.
+
+    vLLM 0.32 draws and rewinds the generator (v1/worker/gpu_model_runner.py:3502), which a CPU's cannot do.
+    """
+
+    def sample(runner: Any, grammar: Any) -> Any:
+        batch = runner.input_batch
+        in_part = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        undrawn = {i: batch.generators.pop(i) for i in in_part if i in batch.generators}
+        try:
+            return sample_tokens(runner, grammar)
+        finally:
+            batch.generators.update(undrawn)
+
+    return sample
+
 
 UNFETCHED = 900  # seconds after which a file that nobody has fetched is deleted
 
@@ -56,6 +77,14 @@ class DraftsmithConnector(ExampleHiddenStatesConnector):
             "layers": list(draft.eagle_aux_hidden_state_layer_ids),
             "quantization": vllm_config.model_config.quantization,
         }
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the cache, in the process of a worker, where the CPU build's model runner is mended."""
+        super().register_kv_caches(kv_caches)
+        if current_platform.is_cpu():
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+            GPUModelRunner.sample_tokens = _without_rewinding(GPUModelRunner.sample_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Write no file that is not asked for; add its layers, and how the engine is quantised, to the answer."""

@@ -13,11 +13,13 @@ import pytest
 import torch
 import vllm_cpu
 from engine_pairs import (
-    check_of_a_running_vllm,
+    BUDGET,
+    PROMPTS,
     gguf,
     needs_llama,
     needs_vllm,
     program,
+    running_vllm,
     save_exports,
     serve_check,
 )
@@ -27,6 +29,7 @@ from transformers import AutoTokenizer
 from vllm_cpu import plugin
 
 from decode.__main__ import main
+from decode.engines.base import room
 from decode.engines.server import ENGINES, Engine, Server, free_port, opened, running
 from decode.errors import UserError
 from decode.models.heads.block_parts import convolved
@@ -85,15 +88,27 @@ def test_vllm_accepts_in_each_text_what_is_predicted(llama: Path, draft: str) ->
 def test_vllm_without_the_faults_of_its_cpu_build_accepts_in_each_text_what_is_predicted(
     qwen3: Path, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a context in which the longest text is just drafted to its end."""
     for name, value in plugin(tmp_path).items():
         monkeypatch.setenv(name, value)
-    assert differences(check_of_a_running_vllm(qwen3, draft)) == []
+    tokenizer = AutoTokenizer.from_pretrained(qwen3 / "target")
+    longest = max(len(ids) for ids in tokenizer(list(PROMPTS))["input_ids"])
+    with running_vllm(qwen3, draft, room(longest + BUDGET, 5)) as server:
+        assert differences(serve_check(qwen3, "vllm", draft, "--url", server.url)) == []
 
 
 @needs_vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="faults of vLLM's CPU build")
 def test_the_faults_of_vllms_cpu_build_fail_the_check(qwen3: Path, capsys: pytest.CaptureFixture) -> None:
-    found = check_of_a_running_vllm(qwen3, "dflash")
+    found = {}
+
+    def check_and_kill() -> None:
+        with running_vllm(qwen3, "dflash", 256, "--max-num-batched-tokens", "64") as server:
+            found.update(serve_check(qwen3, "vllm", "dflash", "--url", server.url, status=1))
+            server.write(list(range(1, 200)), temperature=1.0, seed=0, max_new_tokens=2)  # its prompt is read in parts
+
+    with pytest.raises(UserError, match=r"The first error:\n.*CPU Generator does not use offset"):
+        check_and_kill()
     assert [row["equal_texts"] < row["texts"] for row in found["rows"]] == [True, True]
     assert [cause["name"] for cause in found["causes"]] == ["unexplained difference"]
     began = time.monotonic()
@@ -193,6 +208,6 @@ def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(tiny: Any,
     torch.testing.assert_close(found.pop("scores"), wanted, rtol=1e-4, atol=1e-4)
     for name, convolved_rows in found.items():
         conv = head.get_submodule(name)
-        ours = torch.stack([convolved(conv, rows, None, lambda y: y) for rows in states]).detach()
+        ours = convolved(conv, states, torch.arange(n + 1), lambda y: y).detach()
         torch.testing.assert_close(convolved_rows, ours, rtol=1e-4, atol=1e-4)
     assert len(found) == 4

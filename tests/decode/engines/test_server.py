@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,8 +41,10 @@ def test_a_process_that_dies_or_hangs_is_told_and_leaves_none_behind(tmp_path, c
     assert not _holders(str(marker))
 
 
-def test_the_first_error_of_a_long_log_is_told() -> None:
-    """vLLM's worker says what is wrong, and its server, hundreds of lines later, that something is."""
+@pytest.mark.parametrize("loads", [False, True])
+def test_the_first_error_of_a_long_log_is_told(tmp_path, monkeypatch, loads: bool) -> None:
+    """vLLM's worker says what is wrong, and its server, hundreds of lines later, that something is; also while it writes
+    texts. The log is kept."""
     code = (
         "print('(Server) WARNING 11-27 This may cause errors like OSError: [Errno 24]'); "
         "print('(Worker pid=7) ERROR ValueError: There is no parameter named x'); print('line\\n' * 2000); "
@@ -50,9 +53,16 @@ def test_the_first_error_of_a_long_log_is_told() -> None:
     told = (
         r"The first error:\n\(Worker pid=7\) ERROR ValueError: There is no parameter named x\n(.|\n)*root cause above"
     )
-    started = running([sys.executable, "-c", code], lambda: False, name="vllm", seconds=60)
-    with pytest.raises(UserError, match=told), started:
-        pass
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = tmp_path / "ended"
+    command = ["/bin/sh", "-c", f"{shlex.join([sys.executable, '-c', code])}; touch {ended}; exit 1"]
+    server = running(command, lambda: loads and ended.exists(), name="vllm", seconds=60)
+    with pytest.raises(UserError, match=told) as refused, server:
+        raise UserError("vllm answered /v1/completions with status 500")
+    assert str(refused.value).startswith("vllm answered" if loads else "vllm ended with status 1 while loading")
+    (log,) = tmp_path.glob("*/vllm.log")
+    assert f"Its whole log is {log}" in str(refused.value)
+    assert "Errno 24" in log.read_text()
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT])

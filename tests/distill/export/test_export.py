@@ -176,8 +176,7 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     for text in ("Nothing was measured yet", f'"num_speculative_tokens": {DRAFTED}', "280 to 287 are padding"):
         assert text in card
     assert (before["measured"], before["num_speculative_tokens"], before["export"]["name"]) == ({}, 4, "adaspec")
-    served = "<!-- served: begin -->\n## Served\n<!-- served: end -->\n"  # other commands add to it
-    readme.write_text(f"{card}\n{served}")
+    assert "4 tokens a round, a length that was not measured" in card
     path.write_text(json.dumps(before | {"served": [1], "round_costs": {}}))
     for _ in range(2):
         add_measurements(folder, FULL, "adaspec")
@@ -187,13 +186,12 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     assert (after["measured"]["speedup"], after["served"], after["round_costs"]) == (1.62, [1], {})
     assert after["weights"] == before["weights"]
     assert exported_facts(folder)["length"] == 2
-    assert card.endswith(served)
-    assert card.count("## Served") == 1
     line = card.split("--speculative-config '")[1].split("'")[0]
     assert json.loads(line) == {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     for text in (
         "**1.62 times**", "assistant_model=draft", "--speculative-algorithm STANDALONE",
         "--speculative-num-steps 2", "--speculative-num-draft-tokens 3", "| 1 | 0.910 | 0.920 |",
+        "2 tokens a round, which was fastest in draftsmith's own decoder",
     ):  # fmt: skip
         assert text in card
     busy = [row | {"load": 30.0, "cores": 2, "prompts": 12} for row in FULL["decoding"]]

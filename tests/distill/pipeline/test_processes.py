@@ -193,6 +193,13 @@ def test_processes_wait_for_each_other_in_a_group_of_their_own_and_collectives_a
     assert reduced.return_value.wait.call_args.args[0] >= timedelta(hours=12)
 
 
+def test_a_process_whose_neighbour_ended_in_a_training_says_so_in_a_line() -> None:
+    with pytest.raises(UserError, match="another process has ended, and its output says why"), ranks.together():
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:39297. This is typically caused by")
+    with pytest.raises(KeyError), ranks.together():
+        raise KeyError("key")
+
+
 def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path) -> None:
     settings = tiny_settings(tmp_path, evaluation=False)
     settings.trainer.devices = 2

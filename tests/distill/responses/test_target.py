@@ -66,6 +66,7 @@ def test_several_processes_write_what_a_single_one_does(tmp_path, monkeypatch) -
     run = bench(settings)[0]
     _ = run.corpus  # before there are two processes
     monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(ranks, "SEEN", 0.0)
     monkeypatch.setattr(ranks, "barrier", lambda: None)
     monkeypatch.setattr(ranks, "exchange", lambda value: [value] * 2)
     for rank, count in enumerate((8 + 4, 8)):  # of the groups of 8, 8 and 4

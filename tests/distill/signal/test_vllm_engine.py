@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import random
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import psutil
 import pytest
 import torch
 from engine_pairs import needs_vllm, save_exports
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import bench, run_tiny, tiny_settings
 
@@ -24,6 +28,7 @@ from distill.engine.servers import Engine
 from distill.engine.vllm import CONNECTOR, VLLM
 from distill.kept import TEXT_IDS, Kept
 from distill.pipeline import check_command
+from distill.run import Run
 from distill.stages import run_stages
 
 pytestmark = [pytest.mark.engine, needs_vllm]
@@ -51,7 +56,7 @@ def served(target: Path, layers: list[int], folder: Path) -> Iterator[str]:
     port, program = server.free_port(), server.check_engine("vllm")
     engine = server.Engine("vllm", str(target), context=256, program=program, threads=1, seconds=1800.0)
     command, environment = server.ENGINES[engine.name].command(engine, None, port)
-    command += ["--generation-config", "vllm", *VLLM().options(layers, str(folder))]
+    command += ["--generation-config", "vllm", "--max-num-batched-tokens", "64", *VLLM().options(layers, str(folder))]
     environment |= {"PYTHONPATH": str(CONNECTOR)}
 
     def ready() -> bool:
@@ -64,14 +69,29 @@ def served(target: Path, layers: list[int], folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/v1"
 
 
-def test_every_layer_is_that_of_transformers(target, tmp_path) -> None:
-    settings = standing(tmp_path, target, "checked")
+def answers(url: str, target: Path, at_once: int) -> list[list[int]]:
+    """The token ids of eight texts with seeds, whose prompts are longer than what the engine reads at once."""
+
+    def ask(seed: int) -> list[int]:
+        prompt = random.Random(seed).choices(range(1, 280), k=200)
+        body = {"model": str(target), "prompt": prompt, "seed": seed, "max_tokens": 12, "return_token_ids": True}
+        answer = httpx.post(f"{url}/completions", json=body, timeout=600.0).raise_for_status().json()
+        return list(answer["choices"][0]["token_ids"])
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, range(8)))
+
+
+def test_every_layer_is_that_of_transformers_and_seeds_decide_texts_although_prompts_are_read_in_parts(
+    target, tmp_path, monkeypatch
+) -> None:
+    settings, printed = standing(tmp_path, target, "checked"), io.StringIO()
     settings.teacher.signal = "vllm"
-    run, printed = bench(settings)
-    run.captured_layers = [0, 1, 2, 3]
-    with served(target, run.engine_layers, tmp_path / "states") as url:
+    monkeypatch.setattr(Run, "captured_layers", [0, 1, 2, 3])
+    with served(target, Run(settings).engine_layers, tmp_path / "states") as url:
         settings.teacher.engine.urls = [url]
-        check_command(run)
+        check_command(settings, Console(file=printed, width=200))
+        assert answers(url, target, at_once=8) == answers(url, target, at_once=1)
     assert "the engine gives the target's states" in printed.getvalue()
     assert "difference by layer: 0: 0.0e+00, 1: " in printed.getvalue()
 

@@ -77,7 +77,8 @@ def test_what_stops_one_process_is_told_by_all_with_its_number_and_machine(two) 
     there, away = (f"{two / disk / 'ddp'} on {platform.node()}" for disk in ("disk0", "disk1"))
     assert f"{there}, where process 0 works, is not seen alike by all processes (process 1: {away})" in told["disk"]
     assert "give all of them the same output_dir" in told["disk"]
-    for case, words in {"model": "there is no folder './target'", "file": "there is no file 'chats.jsonl'"}.items():
+    missing = {"model": "there is no folder './target'", "file": "there is no file 'chats.jsonl'"}
+    for case, words in (missing | {"settings": "has no configuration file 'settings.yaml'"}).items():
         assert re.match(f"process 1 on {platform.node()}: .*{words}", told[case])
     assert told["corpus"].startswith(f"process 0 on {platform.node()}: ")
     assert "has the columns 'a'" in told["corpus"]
