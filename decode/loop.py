@@ -164,7 +164,7 @@ class Text:
         What stands in the draft behind a token that ends a text, and all of it behind the place where this one ends,
         is no part of the round.
         """
-        v, ids, length, depth = verified, draft.ids, len(self.ids), draft.depth
+        v, ids, depth = verified, draft.ids, draft.depth
         cut = depth >= self.remaining
         new = self.accept([*(ids[i] for i in v.path), v.token])
         ends = [token for token in ids if token in self.stop_ids]
@@ -175,7 +175,7 @@ class Text:
             tested = len(path) + ((path[-1] if path else -1) in draft.parents)
             measured = [None if part is None else part[:tested] for part in (v.overlap, v.spent, v.distance)]
             v, cut = Verified(path, v.token, *measured), cut or bool(ends)
-        r = Round(draft, v.path, v.token, new, cut, seconds, v.overlap, v.spent, v.distance, length)
+        r = Round(draft, v.path, v.token, new, cut, seconds, v.overlap, v.spent, v.distance)
         self.rounds.append(r)
         self.stop.observe(r)
         self.rule.observe(r)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 
 from decode.errors import UserError
+from decode.models.open import files_of, stop_ids
 from distill import ranks
 from distill.config.base import refuse
 from distill.data.dataset import Examples
-from distill.engine.servers import answer_ids
+from distill.fingerprints import stage_fingerprints
 from distill.kinds.language_model import kept_layers
 from distill.kinds.start import start_from_head
 from distill.networks.models import (
@@ -18,6 +19,7 @@ from distill.networks.models import (
     hollow_target,
     multiplies_bfloat16,
 )
+from distill.responses.target import ANSWERED
 from distill.results.tracking import tried
 from distill.run import Run
 from distill.signal.target import BYTES
@@ -58,8 +60,9 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
 def _check_machine(run: Run) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
-    trainer, target = settings.trainer, settings.target
-    if target.kind == "as_is" or not settings.teacher.engine.urls:
+    trainer = settings.trainer
+    ready = run.as_it_is or run.record("target", stage_fingerprints(settings)["target"])
+    if ready or not settings.teacher.engine.urls:
         check_engine(run)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in settings.language_models.values() if not model.trained]
     if not (trainer.precision.startswith("bf16") or "bfloat16" in frozen) or multiplies_bfloat16(device):
@@ -73,23 +76,23 @@ def _check_machine(run: Run) -> None:
 
 
 def check_engine(run: Run) -> None:
-    """Refuse before anything is trained servers that do not answer.
+    """Refuse before anything is trained servers that do not answer, or with other states than the target's.
+
+    Servers are asked for what is missing alone, so that none needs to be there once everything is finished.
 
     Raises:
         UserError: With the next step.
     """
-    settings, teacher = run.settings, run.settings.teacher
-    if not (teacher.served or teacher.in_engine):
-        return
-    length, engine = settings.data.max_length, run.engine
-    for number, model in enumerate(engine.models):
-        if teacher.served and not (run.work / "responses").exists():
-            answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
-        if model.context is not None and model.context < length:
-            raise UserError(
-                f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
-                f"with --max-model-len {length}, or lower data.max_length"
-            )
+    teacher = run.settings.teacher
+    if (teacher.served or teacher.in_engine) and not teacher.engine.urls:
+        _ = run.engine  # says what to do
+    unanswered = teacher.served and not any((run.work / "responses").rglob(ANSWERED))
+    kept = teacher.engine.keep and any((run.work / "signals").rglob("*.safetensors"))
+    if unanswered and not teacher.in_engine:
+        ends = stop_ids(files_of(run.served_folder), run.tokenizer)
+        run.servers(run.tokenizer, ends, ends[0]).ids(run.engine.complete([ends[0]], max_tokens=1, temperature=0.0))
+    if teacher.in_engine and (unanswered or not kept):
+        _ = run.states  # compares them as they are opened
 
 
 def _check_batches(run: Run) -> None:

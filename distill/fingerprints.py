@@ -39,7 +39,7 @@ READ: dict[str, tuple[str, ...]] = {
     ),
     "head": ("student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.block"),
     "frozen": ("target.dtype", "target.quantization", "teacher.engine.arguments"),
-    "answers": ("teacher.examples", "teacher.responses.source", "teacher.engine.urls"),
+    "answers": ("teacher.examples", "teacher.responses.source"),
     "written": (
         "teacher.responses.temperature", "teacher.responses.top_p", "teacher.responses.max_new_tokens",
         "teacher.responses.batch_size",
@@ -56,7 +56,7 @@ READ: dict[str, tuple[str, ...]] = {
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
     "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.trust_remote_code",
-    "student.trust_remote_code", "teacher.engine.in_flight", "trainer.strategy",
+    "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.urls", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validation_examples",
 )  # fmt: skip
 """Settings that change no result, or by no more than rounding; and the number of examples by which a checkpoint was
@@ -162,8 +162,6 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
             return {key: each for key, each in value.items() if key not in SHOWING}
         case "trainer.devices" | "trainer.num_nodes":
             return ranks.process_count(trainer)
-        case "teacher.engine.urls":
-            return settings.teacher.served
         case "teacher.engine.arguments":
             return settings.teacher.arguments
         case "data.chat_template":

@@ -175,8 +175,12 @@ class Kept:
         """
         self.flush()
         ranks.barrier()
-        self.scan()
-        if (self.find(keys) < 0).any():
+
+        def complete() -> bool:
+            self.scan()
+            return not (self.find(keys) < 0).any()
+
+        if not ranks.soon(complete):
             raise UserError(f"{self.folder} is not seen alike by all processes: give all of them the same output_dir")
 
 

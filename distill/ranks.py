@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -293,15 +293,22 @@ def exchange(value: Value) -> list[Value]:
     return values
 
 
+def soon(seen: Callable[[], bool]) -> bool:
+    """Whether this process sees, within `SEEN` seconds, what another one has written."""
+    end = time.monotonic() + SEEN * (world() > 1)
+    while not (there := seen()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return there
+
+
 def check_seen(path: Path) -> None:
     """Wait for all processes, and see to it that a file that the first one has just written is there for each of them.
 
     Raises:
         UserError: It is not, because the processes work in different folders or on different disks.
     """
-    content, end = exchange(_content(path))[0], time.monotonic() + SEEN
-    while (seen := _content(path) == content) is False and time.monotonic() < end:
-        time.sleep(0.2)
+    content = exchange(_content(path))[0]
+    seen = soon(lambda: _content(path) == content)
     folder = f"{path.parent.parent.absolute()} on {platform.node()}"
     places = exchange((seen, folder))
     if blind := [f"process {number}: {where}" for number, (there, where) in enumerate(places) if not there]:

@@ -28,7 +28,7 @@ from decode.files import read_json, replaced, write_json
 from decode.measure.suites import quiet_datasets
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
-from decode.models.open import DTYPES, files_of, load_model, load_tokenizer
+from decode.models.open import DTYPES, files_of, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
 from distill import ranks
@@ -37,9 +37,9 @@ from distill.config.base import Values
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import BATCH, SAMPLING, PromptWriter
-from distill.data.writing import Write, written_by, written_here
+from distill.data.writing import Served, Write, written_here
 from distill.engine import PROTOCOLS
-from distill.engine.check import SAMPLED, check_samples, check_states, holds
+from distill.engine.check import AnswerCheck, check_states, holds
 from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
 from distill.engine.vllm import VLLM
@@ -178,7 +178,7 @@ class Run:
                 files = files_of(model, trust_remote_code=trust)
             if model is not None and data.from_target:
                 made_from: Values = {"dtype": target.dtype, "quantization": target.quantization}
-                made_from |= {"target": files_state([model]) or model, "served": self.settings.teacher.served}
+                made_from |= {"target": files_state([model]) or model}
                 sampler = PromptWriter(
                     made_from,
                     self.work / "prompts",
@@ -199,7 +199,8 @@ class Run:
     def _prompt_writer(self, model: str, ends: Collection[int]) -> Write:
         seed = self.settings.seed
         if self.settings.teacher.served:
-            return partial(written_by, self.engine, SAMPLING, ends, min(ends), seed)
+            tokenizer = load_tokenizer(model, trust_remote_code=self.settings.target.trust_remote_code)
+            return partial(self.servers(tokenizer, ends, min(ends)).write, SAMPLING)
         # a target that is trained answers before it is
         target = self.frozen if self.as_it_is else open_frozen(self.settings.target, model, self.device)
         return partial(written_here, target, SAMPLING, ends, (seed, 5), BATCH)
@@ -256,7 +257,7 @@ class Run:
     def target_parts(self) -> PreTrainedModel:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
         student, trust = self.settings.student, self.settings.target.trust_remote_code
-        return hollow_target(self.target, last=student.draft.layers(student), trust_remote_code=trust)
+        return hollow_target(self.served_folder, last=student.draft.layers(student), trust_remote_code=trust)
 
     @cached_property
     def captured_layers(self) -> list[int]:
@@ -273,9 +274,35 @@ class Run:
                 "teacher.engine.urls is empty, and the target stands in an engine: start a server with the command "
                 "that python -m distill check-engine prints for this configuration, and give its address"
             )
-        engine = Engine(settings.urls, settings)
+        named, length = self.settings.target.model or "", self.settings.data.max_length
+        names = {named, Path(named).name, str(self.target), str(self.served_folder)}
+        engine = Engine(settings.urls, settings, names, length, self.line)
         self._opened.callback(engine.close)
         return engine
+
+    def servers(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], end: int) -> Served:
+        """The engine as a writer of texts that end with these ids: see `Served`."""
+        config = files_of(self.served_folder, trust_remote_code=self.settings.target.trust_remote_code).config
+        return Served(self.engine, tokenizer, ends, end, config.get_text_config().vocab_size, self.settings.seed)
+
+    def answer_check(self, kept: Path | None = None) -> AnswerCheck:
+        """What looks at servers' answers, none of which it has seen yet; ``kept`` is the folder that they are in."""
+        how, target, texts = self.settings.teacher.responses, self.settings.target, len(self.examples)
+        files = files_of(self.served_folder, trust_remote_code=target.trust_remote_code)
+        quantised = any("--quantization" in each for each in self.settings.teacher.arguments)
+        return AnswerCheck(
+            LogitsWarper(how.temperature, top_p=how.top_p),
+            stop_ids(files, self.tokenizer),
+            quantised=quantised or bool(target.quantization),
+            most=-(-(texts + len(self.validation)) // ranks.world()),
+            say=self.line,
+            kept=kept,
+        )
+
+    @cached_property
+    def watch(self) -> AnswerCheck:
+        """What looks at all of the servers' answers, as their signal is computed."""
+        return self.answer_check(self.work / "responses")
 
     @property
     def protocol(self) -> VLLM:
@@ -317,14 +344,9 @@ class Run:
         rows, dtype = Examples.of(self.examples, 8), self.settings.target.dtype
         longest = min(128, self.settings.data.max_length - 1)  # a token is written after each
         texts = [rows.text(number)[0][:longest].tolist() for number in range(len(rows))]
-        whole = (lambda: self.frozen) if holds(self.target, self.device) else None
+        whole = (lambda: self.frozen) if holds(self.served_folder, self.device) else None
         parts = self.target_parts().to(DTYPES[dtype])
         check_states(files, parts, [ids for ids in texts if len(ids) > 1], dtype, whole, self.line)
-        how = self.settings.teacher.responses
-        if self.settings.teacher.served and how.temperature:
-            prompts = [rows.prompt(number)[: max(1, longest - SAMPLED)] for number in range(len(rows))]
-            warp = LogitsWarper(how.temperature, top_p=how.top_p)
-            check_samples(files, parts, [ids for ids in prompts if ids], warp, self.line)
 
     def close(self) -> None:
         """Close the connections to the engine."""

@@ -1,7 +1,7 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,10 +23,12 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
+from distill.data.chat import IGNORE, Ids
 from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
+from distill.engine.check import AnswerCheck
 from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.fingerprints import stage_fingerprints
-from distill.kept import Kept, Shapes
+from distill.kept import Kept, Shapes, by_tokens
 from distill.kinds.base import Draft
 from distill.kinds.language_model import cut
 from distill.kinds.reference import reference_losses
@@ -43,12 +45,12 @@ from distill.networks.models import (
     weights_dtype,
 )
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import answered_texts
+from distill.responses.target import LEARNED, answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
-from distill.signal.kept import keep_columns
-from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, States, read_states
+from distill.signal.kept import TOKENS, keep_columns
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, States, label_tokens, read_states
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
@@ -249,13 +251,27 @@ class DistillData:
 def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     """Return what `answered_texts` does; an engine's states of its answers are kept as they come."""
     teacher = run.settings.teacher
+    keeps = teacher.served and teacher.in_engine and teacher.engine.keep
 
     def arrivals(texts: str) -> Packed:
         signal, states = target_signal(run, None)
         return Packed(signal, states(), shards(run, texts, signal, run.settings.student.kind, signal.columns))
 
-    keeps = teacher.served and teacher.in_engine and teacher.engine.keep
-    return answered_texts(run, arrivals=arrivals if keeps else None)
+    @cache
+    def first() -> tuple[AnswerCheck, Signal]:
+        return run.answer_check(), target_signal(run, None)[0]
+
+    def check(answers: Sequence[tuple[Ids, Ids]]) -> None:
+        looks, signal = first()
+        texts = {"input_ids": [prompt + ids for prompt, ids in answers]}
+        labels = {"labels": [[IGNORE] * len(prompt) + ids for prompt, ids in answers]}
+        rows = Examples.of(Dataset.from_dict(texts | labels, features=LEARNED))
+        for numbers in () if looks.told else by_tokens(rows.lengths, TOKENS):
+            batch = rows.batch(numbers)
+            looks.add(signal.all_ids, signal.source(batch)[0], label_tokens(batch), len(numbers))
+        looks.judge()
+
+    return answered_texts(run, arrivals=arrivals if keeps else None, check=check)
 
 
 def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[], EngineStates]]:
@@ -282,6 +298,7 @@ def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[]
         dtype=teacher.number_format(dtype),
     )  # fmt: skip
     signal.to(run.device)
+    signal.check = run.watch if teacher.served else None
     return signal, opened
 
 
@@ -330,6 +347,11 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
             made_by = run.draft_record(name).fingerprint
             losses = kept(f"{name}-{settings.divergence}", column[0], made_by, settings.divergence, precision)
             keep_columns(losses, learned, column[1], expect if online else None)
+
+    if signal.check is not None:
+        signal.check.judge()
+    if settings.on_policy:
+        signal.check = None  # what the draft writes is no sample of the target
 
     def complete(batch: Batch) -> Batch:
         batch = batch if online else batch | signal.kept(batch)

@@ -21,14 +21,12 @@ from decode.errors import UserError
 from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from decode.writing import GROUP
-from distill import ranks
-from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
-from distill.data.writing import Write, written_by, written_here
+from distill.data.writing import Write, written_here
 from distill.files import fingerprint
 from distill.fingerprints import inputs
 from distill.kept import TEXT_IDS, Kept
-from distill.responses.target import ends_with, write_answers
+from distill.responses.target import write_answers
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
@@ -83,11 +81,10 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     """
     target, batch_size = run.record("target"), run.settings.teacher.responses.batch_size
     assert target is not None
-    served, limit = run.settings.teacher.in_engine, context_of(model.config.get_text_config())
-    engine = run.engine if served and ranks.is_first() else None
+    limit = context_of(model.config.get_text_config())
     made_from = {
         "target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp),
-        "served": served, "frozen": inputs(run.settings, ["frozen"]),
+        "frozen": inputs(run.settings, ["frozen"]),
         **{name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)},
     }  # fmt: skip
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
@@ -98,15 +95,11 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
         ends = sorted(stop_ids(model, run.tokenizer))
         write: Write = partial(written_here, model, mode.warp, ends, (seed, 0), batch_size)
-        if engine is not None:
-            data, form = run.settings.data, run.corpus.chat
-            chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if form else None
-            write = partial(written_by, engine, mode.warp, ends, ends_with(run.tokenizer, chat), seed)
         rows = Examples.of(Dataset.from_dict({"input_ids": prompts, "labels": prompts}))
         numbers, budgets = np.arange(len(prompts)), np.clip(limit - rows.lengths, 0, options.max_new_tokens)
         about = made_from | {"prompts": fingerprint(prompts), "seed": seed}
         answers = Kept(TEXT_IDS, run.work / "probes" / f"{mode.name}-{split}-{fingerprint(about)[:16]}")
-        title, size = f"{mode.name} texts, {split}", None if served else GROUP * batch_size
-        write_answers(run, answers, rows, numbers, budgets, lambda: write, title, size)  # noqa: B023
+        title = f"{mode.name} texts, {split}"
+        write_answers(run, answers, rows, numbers, budgets, lambda: write, title, GROUP * batch_size)  # noqa: B023
         written = [answers.get("ids", i).tolist() if budgets[i] else [] for i in range(len(prompts))]
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

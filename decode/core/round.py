@@ -8,8 +8,6 @@ import numpy as np
 
 from decode.core.draft import Draft, Ids
 
-SHORT = 128  # texts of fewer tokens are one group
-
 
 @dataclass(frozen=True)
 class Round:
@@ -28,7 +26,6 @@ class Round:
     overlap: list[float] | None = None  # Σ min(p, q)
     spent: list[float] | None = None  # total variation spent by a relaxed rule
     distance: list[float] | None = None  # Jensen–Shannon distance, as the acceptance rule measures it
-    length: int = 0  # of the text, prompt included, when it was drafted
 
     @property
     def drafted(self) -> int:
@@ -151,26 +148,6 @@ def acceptance_by_position(texts: Texts, clusters: Sequence[int] = ()) -> list[d
         row = {"position": i + 1, "rounds": len(full), "tested": len(tested)}
         marginal = share("marginal", [(cluster, m > i) for cluster, m, _ in full])
         rows.append(row | share("conditional", tested) | marginal)
-    return rows
-
-
-def acceptance_by_length(texts: Texts, clusters: Sequence[int] = ()) -> list[dict[str, float | str]]:
-    """Acceptance by the length of the text at the round: below 128 tokens, 128 to 255, 256 to 511, and so on.
-
-    Errors are over clusters.
-    """
-    groups: dict[int, list[tuple[int, Round]]] = {}
-    for cluster, r in _numbered(texts, clusters):
-        groups.setdefault(max(SHORT, 1 << r.length.bit_length()), []).append((cluster, r))
-    rows: list[dict[str, float | str]] = []
-    for end, group in sorted(groups.items()):
-        where, rounds = zip(*group)
-        alpha, alpha_se = _mean([(cluster, r.overlap) for cluster, r in group])
-        length, length_se = clustered_ratio([len(r.new) for r in rounds], [1] * len(rounds), where)
-        rows.append({
-            "text_length": f"{end // 2:,}–{end - 1:,}" if end > SHORT else f"0–{SHORT - 1}", "rounds": len(rounds),
-            "accepted_length": length, "accepted_length_se": length_se, "alpha": alpha, "alpha_se": alpha_se,
-        })  # fmt: skip
     return rows
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.core.draft import Ids
-from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
+from decode.core.round import Round, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
 from decode.errors import UserError, first_line
@@ -65,7 +65,7 @@ MEASURED = (
     "speedup_vs_assistant", "speedup_vs_assistant_ci95", "accepted_length", "accepted_length_ci95", "alpha", "alpha_se",
     "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
     "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
-    "acceptance_by_position", "acceptance_by_length", "verification_threshold",
+    "acceptance_by_position", "verification_threshold",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 Chat = Sequence[Item]  # the turns of one prompt
@@ -196,7 +196,6 @@ def measured(record: Record, bases: Mapping[str, Record]) -> Fields:
         row |= metrics(rounds, clusters)
         row["draft_lengths"] = dict(sorted(Counter(r.drafted for r in chain(*rounds)).items()))
         row["acceptance_by_position"] = acceptance_by_position(rounds, clusters)
-        row["acceptance_by_length"] = acceptance_by_length(rounds, clusters)
     numbers = record.numbers()
     tokens, seconds, _ = numbers
     row |= {"tokens": int(tokens.sum()), "tokens_per_second": np.median(tokens.sum(0) / seconds.sum(0))}

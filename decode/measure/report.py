@@ -131,13 +131,6 @@ def comma_separated(keys: Iterable[str], rows: Sequence[Row]) -> str:
     return pandas.DataFrame(table, dtype=object).to_csv(index=False)
 
 
-def without_constants(keys: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], str]:
-    """The keys whose values differ between rows, and the others with their value in words."""
-    alike = [key for key in filled(keys, rows) if len(rows) > 1 and len({cell(row, key) for row in rows}) == 1]
-    listed = ", ".join(f"{COLUMNS[key].label} {cell(rows[0], key)}" for key in alike)
-    return [key for key in keys if key not in alike], listed and f"{listed} at every position"
-
-
 @dataclass(frozen=True)
 class Table:
     """A table of a page; columns that are empty in every row are left out."""

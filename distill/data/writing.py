@@ -1,17 +1,22 @@
 """Texts that the target writes, by itself here or in an engine, each kept as soon as it is there."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.draft import Ids
+from decode.core.draft import Ids, foreign
 from decode.core.sampling import LogitsWarper
+from decode.errors import UserError
+from decode.models.tokens import continuation_ids
 from decode.progress import current
 from decode.writing import uniform_draws, write_texts
-from distill.engine.servers import Engine, answer_ids, in_flight, request_seed
+from distill.engine.check import FIRST
+from distill.engine.servers import Answer, Engine, in_flight, request_seed
 from distill.engine.states import StateFiles
 from distill.kept import Kept
 
@@ -51,42 +56,113 @@ def written_here(
     return zip((job.number for job in together), texts)
 
 
-def written_by(
-    engine: Engine,
-    warp: LogitsWarper,
-    ends: Collection[int],
-    end: int,
-    seed: int,
-    jobs: Iterable[Job],
-    *,
-    files: StateFiles | None = None,
-    take: Callable[[Job, Ids, Tensor], None] | None = None,
-) -> Iterator[tuple[int, Ids]]:
-    """Continues texts by an engine, each as soon as it comes: see `Write`.
+Check = Callable[[Sequence[tuple[Ids, Ids]]], None]
+"""Refuses answers, of which each has the ids of its prompt and its own."""
 
-    A seed, whose effect depends on the engine, is sent with every request. Texts end with ``end``, which an engine may
-    leave out. With ``files`` the engine gives the states of what it writes too, which are taken as they come: no more
-    of them are there than requests may be in flight.
+
+def first_checked(write: Write, check: Check | None, jobs: Iterable[Job]) -> Iterator[tuple[int, Ids]]:
+    """Continues texts as ``write`` does, whose first `FIRST` are given away once they have been checked."""
+    coming, written, failure = iter(jobs), list[tuple[int, Ids]](), None
+    prompts = {job.number: job for job in islice(coming, FIRST)}
+    try:
+        for text in write(prompts.values()):
+            written.append(text)
+    except UserError as error:
+        failure = error
+    if check is not None:
+        check([(prompts[number].ids, ids) for number, ids in written if ids])
+    yield from written
+    if failure is not None:
+        raise failure
+    yield from write(coming)
+
+
+@dataclass
+class Served:
+    """Servers that continue texts.
+
+    A seed, whose effect depends on the engine, is sent with every request.
+
+    Args:
+        engine: The servers.
+        tokenizer: Of texts that come without their ids.
+        ends: Ids that end a text.
+        end: The one that is put behind a text whose own end a server leaves out.
+        vocab: Ids that the target has.
+        seed: Of the run.
     """
-    how: dict[str, Any] = {"temperature": warp.temperature, "top_p": warp.top_p, "stop_token_ids": sorted(ends)}
 
-    def answer(job: Job) -> tuple[int, Ids]:
-        request = how | {"max_tokens": job.budget, "seed": request_seed(seed, job.number)}
-        if files is None:
-            given, states = engine.complete(job.number, job.ids, **request), None
-        else:
-            given, states = files.ask(job.number, job.ids, **request)
-        ids = answer_ids(given)
-        if given.get("finish_reason") == "stop" and ids and not any(token in ends for token in ids):
-            ids = [*ids, end]
-        ids = ids[: job.budget]
-        if take is not None and states is not None:
-            take(job, ids, states)
-        return job.number, ids
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    ends: Collection[int]
+    end: int
+    vocab: int
+    seed: int
+    inexact: int = 0  # answers that have no ids, and whose text is not that of its own ids
 
-    for written in in_flight(answer, jobs, engine.workers):
-        current().advance()
-        yield written
+    def write(
+        self,
+        warp: LogitsWarper,
+        jobs: Iterable[Job],
+        *,
+        files: StateFiles | None = None,
+        take: Callable[[Job, Ids, Tensor], None] | None = None,
+    ) -> Iterator[tuple[int, Ids]]:
+        """Continues texts, each as soon as it comes: see `Write`.
+
+        With ``files`` the engine gives the states of what it writes too, which are taken as they come: no more of them
+        are there than requests may be in flight.
+        """
+        how: dict[str, Any] = {
+            "temperature": warp.temperature,
+            "top_p": warp.top_p,
+            "stop_token_ids": sorted(self.ends),
+        }
+
+        def answer(job: Job) -> tuple[int, Ids]:
+            request = how | {"max_tokens": job.budget, "seed": request_seed(self.seed, job.number)}
+            if files is None:
+                given, states = self.engine.complete(job.ids, **request), None
+            else:
+                given, states = files.ask(job.ids, **request)
+            ids = self.ids(given)[: job.budget]
+            if take is not None and states is not None:
+                take(job, ids, states)
+            return job.number, ids
+
+        for written in in_flight(answer, jobs, self.engine.workers):
+            current().advance()
+            yield written
+        if self.inexact:
+            self.engine.say(
+                f"{self.inexact} answers came without token ids, and their texts as ids are of another number than the "
+                "server counted: nothing is learned of them"
+            )
+
+    def ids(self, answer: Answer) -> Ids:
+        """The token ids of an answer; none where it has a text alone, whose ids are not known for certain.
+
+        A text is taken that its ids write again, and that has as many of them as the server counted.
+
+        Raises:
+            UserError: It has neither ids nor a text with their number, or ids that the target does not have.
+        """
+        ids, stopped = answer.get("token_ids"), answer.get("finish_reason") == "stop"
+        if not isinstance(ids, list):
+            text, count = answer.get("text"), (answer.get("usage") or {}).get("completion_tokens")
+            if not (isinstance(text, str) and isinstance(count, int)):
+                raise UserError(
+                    "the engine returned neither token ids nor a text with the number of its tokens: serve the target "
+                    "by vLLM (0.10.2 or later), SGLang or llama.cpp, or leave teacher.engine.urls out"
+                )
+            (ids,) = continuation_ids(self.tokenizer, [text])
+            again = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            if count - len(ids) not in (0, int(stopped)) or again.strip(" ") != text.strip(" "):
+                self.inexact += 1
+                return []
+        if unknown := foreign(ids, self.vocab, "an answer of the engine holds"):
+            raise UserError(unknown)
+        return [*ids, self.end] if stopped and ids and not any(token in self.ends for token in ids) else ids
 
 
 def keep_texts(kept: Kept, jobs: Iterable[Job], write: Write) -> None:

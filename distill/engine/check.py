@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 
 import psutil
 import torch
@@ -11,12 +12,17 @@ from transformers import PreTrainedModel
 from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from distill.engine.servers import answer_ids
 from distill.engine.states import StateFiles
 from distill.networks.layers import entering, final_norm
 from distill.networks.lm_head import LMHead
+from distill.networks.models import rows_at_once
 
-SAMPLED = 24  # tokens that are sampled after each prompt
+FIRST = 64  # answers that are looked at before any is kept
+TOKENS_LOOKED_AT = 64  # of an answer, at equal distances
+ERRORS, SLACK = 4.5, 0.015  # standard errors, and log-probability a token: see `AnswerCheck`
+TOP_K = 20  # the cut that many models' own settings have, and a server may apply
+TIE = 2**-6  # of the largest logit: logits as close as this are one number in 16 bits
+LEAST = -100.0  # log-probability of what a model excludes
 CLOSE = {"float32": 1e-3}  # largest relative difference of states, by number format; of the others:
 ROUNDED = 0.06
 
@@ -38,7 +44,7 @@ def check_states(
     Raises:
         UserError: They differ; with the first layer that does, and the known causes.
     """
-    answers = [files.ask(number, ids, prompt_logprobs=0) for number, ids in enumerate(texts)]
+    answers = [files.ask(ids, tries=2, prompt_logprobs=0) for ids in texts]
     limit, name = CLOSE.get(dtype, ROUNDED), str(parts.config.name_or_path)
     if quantised := files.protocol.quantization(answers[0][0]):
         say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
@@ -70,38 +76,113 @@ def last_logits(parts: PreTrainedModel, states: Tensor) -> Tensor:
     return head(final_norm(parts)(states[:, -1].to(head.linear.weight))).float()
 
 
-@torch.no_grad()
-def check_samples(
-    files: StateFiles,
-    parts: PreTrainedModel,
-    prompts: Sequence[Ids],
-    warp: LogitsWarper,
-    say: Callable[[str], None],
-) -> None:
-    """Compare what an engine writes with the distribution that its states give, by the mean log-probability.
+class AnswerCheck:
+    """Whether the answers of servers are samples of the target, by the sum of their log-probabilities.
 
-    ``warp`` has temperature and top_p of the answers; the others are as of `check_states`.
+    Of a token x, f(x) is its log-probability at the answers' temperature, and q is what it is drawn from, which top_p
+    cuts. Σ f(x) − E_q[f] has the variance Σ Var_q[f] if servers draw from q, and is refused `ERRORS` standard errors
+    and `SLACK` a token away from 0, which leaves room for the rounding of another number format. Greedy answers are
+    refused where too few tokens are the target's most probable one. Tokens that end a text count as one: servers leave
+    out which of them it was.
 
-    Raises:
-        UserError: The answers are no samples of the target.
+    Args:
+        warp: Temperature and top_p of the answers.
+        ends: Ids that end them.
+        quantised: Whether one of the two computes with weights in few bits.
+        most: Texts that are looked at; those that come after them have been looked at before.
+        say: Is told of the first outcome.
+        kept: The folder in which they are kept already.
     """
-    how = {"max_tokens": SAMPLED, "temperature": warp.temperature, "top_p": warp.top_p}
-    away, variance, count = 0.0, 0.0, 0
-    for number, ids in enumerate(prompts):
-        answer, states = files.ask(number, ids, seed=number, **how)
-        new, p = answer_ids(answer), warp(last_logits(parts, states[len(ids) - 1 :]).double())
-        log_p = p.clamp_min(1e-13).log()
-        mean = (p * log_p).sum(-1)
-        away += float((log_p.gather(1, torch.tensor(new)[:, None])[:, 0] - mean).sum())
-        variance += float(((p * log_p.square()).sum(-1) - mean.square()).sum())
-        count += len(new)
-    if abs(away) > 6 * variance**0.5 + 0.05 * count:
-        raise UserError(
-            f"the engine's answers at temperature {warp.temperature:g} and top_p {warp.top_p:g} are no samples of the "
-            f"target: their log-probabilities are {away / count:+.2f} a token from what is expected. Start it with "
-            "--generation-config vllm, or another version of it"
-        )
-    say(f"log-probabilities of {count} sampled tokens are {away / count:+.3f} a token from what is expected")
+
+    def __init__(
+        self, warp: LogitsWarper, ends: Sequence[int], *, quantised: bool, most: int, say: Callable[[str], None],
+        kept: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.warp, self.ends, self.most, self.say, self.kept = warp, list(ends), most, say, kept
+        self.slack = SLACK * (5 if quantised else 1)
+        self.sums: Tensor | None = None  # on the device: texts would wait for it otherwise
+        self.texts, self.told = 0, False
+
+    @torch.no_grad()
+    def add(self, head: LMHead, hidden: Tensor, tokens: Tensor, texts: int) -> None:
+        """Look at answers.
+
+        Args:
+            head: The target's output head.
+            hidden: Last hidden states before each token ``[tokens, width]``.
+            tokens: Of all answers ``[tokens]``.
+            texts: Number of the answers; at most `TOKENS_LOOKED_AT` tokens of each are looked at.
+        """
+        if self.texts >= self.most or not len(tokens):
+            return
+        every, weight = 1 + len(tokens) // (TOKENS_LOOKED_AT * max(1, texts)), head.linear.weight
+        count = rows_at_once(head.vocab, weight.device)
+        self.texts += texts
+        for states, drawn in zip(hidden[::every].split(count), tokens[::every].split(count)):
+            logits = head(states.to(weight.device, torch.promote_types(states.dtype, weight.dtype))).float()
+            sums = self.measured(logits, drawn.to(weight.device)[:, None])
+            self.sums = sums if self.sums is None else self.sums + sums
+
+    def measured(self, logits: Tensor, drawn: Tensor) -> Tensor:
+        """Sums over rows of logits ``[rows, vocab]`` and the ids that followed them ``[rows, 1]``.
+
+        Greedy: rows, and those whose id is the most probable one. Otherwise: rows, f(x) − E_q[f], Var_q[f], and mean
+        and variance of the former if servers cut the distribution to its `TOP_K` most probable ids.
+        """
+        if self.warp.greedy:
+            if self.ends:
+                logits[:, self.ends] = logits[:, self.ends].amax(-1, keepdim=True)
+            top = logits.amax(-1)
+            hits = logits.gather(1, drawn)[:, 0] >= top - TIE * top.abs()
+            return torch.stack([hits.new_ones(hits.shape).sum(), hits.sum()]).double()
+        log_p = (logits / self.warp.temperature).log_softmax(-1).clamp_min(LEAST)
+        if self.ends:
+            log_p[:, self.ends] = log_p[:, self.ends].logsumexp(-1, keepdim=True)
+        q = self.warp(logits)
+        mean, variance = _moments(q, log_p)
+        best, ids = q.topk(min(TOP_K, q.shape[1]))
+        cut_mean, cut_variance = _moments(best / best.sum(-1, keepdim=True), log_p.gather(1, ids))
+        away = log_p.gather(1, drawn)[:, 0] - mean
+        columns = (torch.ones_like(away), away, variance, cut_mean - mean, cut_variance)
+        return torch.stack([column.double().sum() for column in columns])
+
+    def judge(self, least: int = 1) -> None:
+        """Refuse answers that do not fit, once there are as many as ``least`` or all; waits for the device.
+
+        Raises:
+            UserError: They are no samples of the target, with how far they are away.
+        """
+        if self.sums is None or self.texts < min(least, self.most):
+            return
+        count, away, *rest = self.sums.tolist()
+        if self.warp.greedy:
+            share, right = 1 - 2 * self.slack, away / count
+            fits = right >= share - ERRORS * (share * (1 - share) / count) ** 0.5
+            found = f"{right:.1%} of {count:.0f} tokens are the target's most probable ones"
+            expected = f"at least {share:.0%}"
+        else:
+            variance, cut, cut_variance = rest
+            limit = ERRORS * variance**0.5 + self.slack * count
+            fits = abs(away) <= limit
+            found = f"the log-probabilities of {count:.0f} tokens are {away / count:+.3f} a token from what is expected"
+            power = NormalDist().cdf((abs(cut) - limit) / max(cut_variance, 1e-9) ** 0.5)
+            expected = f"at most {limit / count:.3f}; a server with top_k {TOP_K} would be found with {power:.1%}"
+        if not fits:
+            raise UserError(
+                f"what the servers answered (temperature {self.warp.temperature:g}, top_p {self.warp.top_p:g}) are no "
+                f"samples of the target: of {self.texts} answers {found} ({expected}). Serve the target's own weights, "
+                "without settings of sampling that the server has itself (vLLM with --generation-config vllm)"
+                + (f"; then delete {self.kept}, where they are kept" if self.kept else "")
+            )
+        if not self.told:
+            self.say(f"of the first {self.texts} answers {found} ({expected})")
+        self.told = True
+
+
+def _moments(p: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance ``[rows]`` of values under distributions ``[rows, ids]``."""
+    mean = (p * values).sum(-1)
+    return mean, ((p * values.square()).sum(-1) - mean.square()).clamp_min(0)
 
 
 def holds(folder: Path, device: torch.device) -> bool:

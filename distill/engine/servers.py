@@ -1,31 +1,36 @@
 """The target in a serving engine, whose servers somebody has started (``python -m distill check-engine`` prints how).
 
-Requests are in flight `EngineSettings.in_flight` at a time at each server, which bounds the memory of both sides, and
-are asked again after a failure. What the engine says of them is in `distill.data.writing` (answers) and
-`distill.signal.engine` (hidden states).
+Requests are in flight `EngineSettings.in_flight` at a time at each server, which bounds the memory of both sides. One
+that fails is asked again, of another server where there is one; a server that fails is left alone for a while. What the
+engine says is read in `distill.data.writing` (answers) and `distill.signal.engine` (hidden states).
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from threading import Condition
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from decode.core.draft import Ids
+from decode.engines.base import NEUTRAL, model_name
 from decode.errors import UserError
 from distill.config.teacher import EngineSettings
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Answer = dict[str, Any]
-TRIES, PAUSE = 7, 0.5  # of one request; seconds before the second one, doubled before each further one
-ANSWER = 600.0  # seconds in which a prompt is answered
-TRANSIENT = {408, 409, 425, 429}  # and from 500 on: statuses that another try may change
+TRIES, PAUSE = 7, 0.5  # of a request or a server; seconds before the second try, doubled before each further one
+WAITING = 20  # tries of a server that has too much to do
+AGAIN = 60.0  # seconds until a server that has failed too often in a row is tried again
+ANSWER, CONNECT = 600.0, 10.0  # seconds in which a prompt is answered, and a connection is made
+TRANSIENT = {408, 409, 425}  # and from 500 on: statuses that another try may change
+START = "start it with the target (docs/engines.md)"
+SLOW = "it has too much to do: lower teacher.engine.in_flight"
 KEPT = "What is finished is kept: run the same command again to continue"
 
 
@@ -33,22 +38,35 @@ class Retry(Exception):
     """What an answer lacks that another try may bring."""
 
 
-def attempts(tries: int = TRIES) -> Iterator[int]:
-    """The numbers of tries, with a pause before each further one that is twice as long as the one before."""
-    for number in range(tries):
-        if number:
-            time.sleep(PAUSE * 2 ** (number - 1))
-        yield number
+@dataclass
+class Failure(Exception):
+    """A request that failed."""
+
+    why: str  # what happened
+    advice: str  # the next step
+    # busy: the server has too much to do; refused: it does not take this request; lasting: nor any other one
+    kind: Literal["", "busy", "refused", "lasting"] = ""
+    pause: float = 0.0  # seconds after which the server wants to be asked again
 
 
-@dataclass(frozen=True)
-class Served:
-    """A model on a server."""
+@dataclass
+class Server:
+    """A server, what is known of it, and what it has given."""
 
     client: httpx.Client
     url: str
-    name: str
-    context: int | None  # longest text and answer in tokens, where the server says so
+    name: str = ""  # of its model; empty until it has answered once
+    asked: int = 0  # requests in flight
+    answers: int = 0  # requests that it has answered
+    failures: int = 0  # in a row
+    pause_ends: float = 0.0  # when it may be asked again, in seconds of `time.monotonic`
+    last: Failure | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has failed too often in a row."""
+        busy = self.last is not None and self.last.kind == "busy"
+        return self.failures >= (WAITING if busy else TRIES)
 
 
 class Engine:
@@ -57,78 +75,183 @@ class Engine:
     Args:
         urls: Their addresses, which end with ``/v1``.
         settings: Requests in flight.
+        names: Under which the target may be served, where a server offers several models.
+        length: Tokens of the longest text, which every server has to take.
+        say: Is told of every failure.
 
     Attributes:
         workers: Requests that may be in flight at once, at all servers.
+
+    Raises:
+        UserError: One refuses every request, or offers other models or shorter texts.
     """
 
-    def __init__(self, urls: Sequence[str], settings: EngineSettings) -> None:
-        self.workers = settings.in_flight * len(urls)
-        self.models = list(map(self._served, urls))
+    def __init__(
+        self,
+        urls: Sequence[str],
+        settings: EngineSettings,
+        names: Collection[str] = (),
+        length: int = 0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.most, self.workers = settings.in_flight, settings.in_flight * len(urls)
+        self.names, self.length, self.say = names, length, say
+        self.free, self.closed = Condition(), False
+        self.servers = [Server(_client(url), url) for url in urls]
+        for server in self.servers:
+            try:
+                self._enter(server)
+            except Failure as failure:
+                if failure.kind == "lasting":
+                    self.close()
+                    raise _error(server, failure) from failure
+                self._failed(server, failure, time.monotonic())
 
     def close(self) -> None:
-        """Close the connections."""
-        for model in self.models:
-            model.client.close()
+        """Close the connections, so that requests in flight end, and say what each of several servers gave."""
+        with self.free:
+            self.closed = True
+            self.free.notify_all()
+        for server in self.servers:
+            server.client.close()
+            if len(self.servers) > 1 and server.answers + server.failures:
+                failed = f", then failed: {server.last.why}" if server.last else ""
+                self.say(f"{server.url} gave {server.answers:,} answers{failed}")
 
-    def complete(self, number: int, ids: Sequence[int], tries: int = TRIES, **how: Any) -> Answer:
-        """The answer of a server to the request of this number: its ``choices[0]``, with what else stands in it.
+    def complete(self, ids: Sequence[int], tries: int = TRIES, **how: Any) -> Answer:
+        """The answer of a server: its ``choices[0]``, with what else stands in it.
 
         Raises:
-            UserError: It fails, after all tries; with what the server says and the next step.
+            UserError: The request, or every server, fails after all tries; with what the server says and the next step.
         """
-        model = self.models[number % len(self.models)]
-        body = {"model": model.name, "prompt": list(ids), "return_token_ids": True} | how
-        answer, choice = self._call(model.client, model.url, tries, "choices", "POST", "completions", json=body)
-        return answer | choice
-
-    def _served(self, url: str) -> Served:
-        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
-        abroad = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
-        limits = httpx.Limits(max_connections=None)
-        client = httpx.Client(base_url=url, timeout=ANSWER, headers=headers, limits=limits, trust_env=abroad)
-        _, model = self._call(client, url, 2, "data", "GET", "models")
-        return Served(client, url, str(model.get("id")), model.get("max_model_len"))
-
-    def _call(self, client: httpx.Client, url: str, tries: int, key: str, *request: str, **options: Any) -> Any:
-        """An answer, and the first of the list that it has under a key."""
-        why = ""
-        for _ in attempts(tries):
+        body, failed = NEUTRAL | {"prompt": list(ids), "return_token_ids": True} | how, list[str]()
+        while True:
+            server = self._next(failed[-1:])
+            began = time.monotonic()
             try:
-                answer = client.request(*request, **options)
-                if answer.status_code == 200:
-                    values = answer.json()
-                    return values, values[key][0]
-                why = f"status {answer.status_code}: {_short(answer)}"
-                if answer.status_code not in TRANSIENT and answer.status_code < 500:
-                    break
-            except (KeyError, IndexError, TypeError):
-                why = f"its answer has no {key}: {_short(answer)}"
-                break
-            except (httpx.HTTPError, ValueError) as error:
-                why = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{url} failed: {why}: start it with the target (docs/engines.md), put its key into OPENAI_API_KEY, or "
-            f"leave teacher.engine.urls out. {KEPT}"
-        )
+                answer, choice = self.request(server, "choices", "POST", "completions", body)
+                self._answered(server)
+                return answer | choice
+            except Failure as failure:
+                self._failed(server, failure, began)
+                failed += [server.url] * (failure.kind != "busy")
+                everywhere = all(each.lost or each.url in failed for each in self.servers)
+                if failure.kind == "refused" or (everywhere and len(failed) >= tries):
+                    raise _error(server, failure) from failure
+            finally:
+                with self.free:
+                    server.asked -= 1
+                    self.free.notify_all()
+
+    def request(self, server: Server, key: str, method: str, path: str, body: Answer | None = None) -> Any:
+        """An answer of a server, and the first of the list that it has under a key.
+
+        Raises:
+            Failure: It does not answer so.
+        """
+        if not server.name and path != "models":
+            self._enter(server)
+        try:
+            answer = server.client.request(method, path, json=body and body | {"model": server.name})
+            if answer.status_code == 200:
+                values = answer.json()
+                return values, values[key][0]
+        except (KeyError, IndexError, TypeError) as error:
+            raise Failure(f"its answer has no {key}: {_short(answer)}", START, "lasting") from error
+        except httpx.TimeoutException as error:
+            raise Failure(f"no answer in time ({type(error).__name__})", SLOW) from error
+        except (httpx.HTTPError, ValueError, RuntimeError) as error:  # the last: the client was closed
+            why, advice = f"{type(error).__name__}: {error}", f"{START}, or leave teacher.engine.urls out"
+            raise Failure(why, advice) from error
+        raise _failure(answer)
+
+    def _enter(self, server: Server) -> None:
+        """Note the model of a server.
+
+        Raises:
+            Failure: It does not say, or the model is another one or takes shorter texts.
+        """
+        models = self.request(server, "data", "GET", "models")[0]["data"]
+        try:
+            name = model_name(models, self.names, server.url)
+        except UserError as error:
+            raise Failure(str(error), START, "lasting") from error
+        context = next(model.get("max_model_len") for model in models if model.get("id") == name)
+        if context is not None and context < self.length:
+            why = f"it serves texts of {context} tokens and data.max_length is {self.length}"
+            raise Failure(why, f"start it with --max-model-len {self.length}, or lower data.max_length", "lasting")
+        server.name = name
+
+    def _next(self, but: Collection[str] = ()) -> Server:
+        """A server that may be asked now, the one with the fewest requests in flight; waits for one.
+
+        Those at the addresses ``but`` are asked if there is no other one.
+
+        Raises:
+            UserError: All have failed too often.
+        """
+        with self.free:
+            while True:
+                if self.closed or all(server.lost for server in self.servers):
+                    server = max(self.servers, key=lambda server: server.pause_ends)
+                    raise _error(server, server.last or Failure("it was closed", START))
+                now, room = time.monotonic(), [server for server in self.servers if server.asked < self.most]
+                if ready := [server for server in room if server.pause_ends <= now]:
+                    server = min(ready, key=lambda server: (server.url in but, server.asked))
+                    server.asked += 1
+                    return server
+                self.free.wait(min((server.pause_ends - now for server in room), default=None))
+
+    def _answered(self, server: Server) -> None:
+        with self.free:
+            if server.lost:
+                self.say(f"{server.url} answers again")
+            server.failures, server.last = 0, None
+            server.answers += 1
+
+    def _failed(self, server: Server, failure: Failure, began: float) -> None:
+        """Leave a server alone for a while; requests that were in flight together fail as one."""
+        with self.free:
+            server.last = failure
+            if began >= server.pause_ends and failure.kind != "refused":
+                server.failures = TRIES if failure.kind == "lasting" else server.failures + 1
+                pause = AGAIN if server.lost else min(AGAIN, PAUSE * 2 ** (server.failures - 1))
+                pause = min(ANSWER, max(pause, failure.pause))
+                server.pause_ends = time.monotonic() + pause
+                if not self.closed:
+                    again = f"asked again in {pause:.1f} s, failure {server.failures} in a row"
+                    self.say(f"{server.url}: {failure.why}; {again}")
+
+
+def _error(server: Server, failure: Failure) -> UserError:
+    return UserError(f"{server.url} failed: {failure.why}: {failure.advice}. {KEPT}")
+
+
+def _client(url: str) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
+    abroad = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
+    limits, times = httpx.Limits(max_connections=None), httpx.Timeout(ANSWER, connect=CONNECT)
+    return httpx.Client(base_url=url, timeout=times, headers=headers, limits=limits, trust_env=abroad)
+
+
+def _failure(answer: httpx.Response) -> Failure:
+    """What an answer with a status other than 200 means."""
+    status, pause = answer.status_code, answer.headers.get("retry-after", "")
+    why = f"status {status}: {_short(answer)}"
+    if status in (429, 503):
+        return Failure(why, SLOW, "busy", float(pause) if pause.isdigit() else 0.0)
+    if status in (400, 413, 422):
+        advice = "it does not take the request: start it with a longer --max-model-len, or lower data.max_length"
+        return Failure(why, advice, "refused")
+    if status in (401, 403):
+        return Failure(why, "put its key into OPENAI_API_KEY", "lasting")
+    if status == 404:
+        return Failure(why, "its address has to end with /v1 (teacher.engine.urls)", "lasting")
+    return Failure(why, "its log says why", "" if status >= 500 or status in TRANSIENT else "lasting")
 
 
 def _short(answer: httpx.Response) -> str:
     return " ".join(answer.text.split())[:300]
-
-
-def answer_ids(answer: Answer) -> Ids:
-    """The token ids of an answer.
-
-    Raises:
-        UserError: There are none.
-    """
-    if not isinstance(ids := answer.get("token_ids"), list):
-        raise UserError(
-            "the engine returned no token ids, which are what is learned: serve the target by a vLLM (0.10.2 or later) "
-            "or SGLang (of August 2026 or later) that knows return_token_ids, or leave teacher.engine.urls out"
-        )
-    return ids
 
 
 def request_seed(seed: int, number: int) -> int:

@@ -1,15 +1,16 @@
 """Hidden states out of a serving engine: asked for ahead of use, and checked."""
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from decode.core.draft import Ids
 from decode.errors import UserError
-from distill.engine.servers import KEPT, TRIES, Answer, Engine, Retry, answer_ids, attempts
+from distill.engine.servers import KEPT, PAUSE, TRIES, Answer, Engine, Retry
 from distill.engine.vllm import VLLM
 
 LAST_WAIT = 10.0  # seconds for what is in flight at the end
@@ -31,7 +32,7 @@ class StateFiles:
 
     def __init__(self, engine: Engine, layers: Sequence[int], protocol: VLLM) -> None:
         self.engine, self.layers, self.protocol = engine, list(layers), protocol
-        self.pool, self.numbers = ThreadPoolExecutor(engine.workers), count(1)
+        self.pool = ThreadPoolExecutor(engine.workers)
         self.waiting: dict[tuple[int, ...], Future[Tensor]] = {}
         self.coming: Iterator[Ids] = iter(())
 
@@ -60,9 +61,9 @@ class StateFiles:
                 self.waiting[tuple(ids)] = self._submit(ids)
 
     def _submit(self, ids: Ids) -> Future[Tensor]:
-        return self.pool.submit(lambda number: self.ask(number, ids)[1], next(self.numbers))
+        return self.pool.submit(lambda: self.ask(ids)[1])
 
-    def ask(self, number: int, ids: Ids, **how: Any) -> tuple[Answer, Tensor]:
+    def ask(self, ids: Ids, tries: int = TRIES, **how: Any) -> tuple[Answer, Tensor]:
         """An answer and its states, asked for again while a sample is not as it should be.
 
         States of an answer are of all its tokens but the last, from the same pass, so that no text is read twice.
@@ -72,11 +73,13 @@ class StateFiles:
         """
         why, how = "", {"max_tokens": 1, "temperature": 0.0} | how
         several = how["max_tokens"] > 1
-        for again in attempts():
+        for number in range(1, tries + 1):
+            answer = self.engine.complete(ids, **how, **self.protocol.request(several=several))
             try:
-                answer = self.engine.complete(number + again, ids, **how, **self.protocol.request(several=several))
-                read = [*ids, *(answer_ids(answer)[:-1] if several else [])]
+                read = [*ids, *(answer["token_ids"][:-1] if several else [])]
                 return answer, self.protocol.take(answer, read, self.layers)
             except Retry as error:
                 why = str(error)
-        raise UserError(f"the engine of the target {why}. It was asked {TRIES} times. {KEPT}")
+                self.engine.say(f"the engine {why}; asked again, try {number} of {tries}")
+                time.sleep(PAUSE * 2 ** (number - 1) * (number < tries))
+        raise UserError(f"the engine of the target {why}. It was asked {tries} times. {KEPT}")

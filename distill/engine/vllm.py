@@ -15,7 +15,8 @@ from torch import Tensor
 from decode.errors import UserError
 from distill.engine.servers import Answer, Retry
 
-WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
+WAIT, POLL = 60.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
+FOLDER_WAIT = 10.0  # seconds until its folder has to be there
 CONNECTOR = Path(__file__).with_name("connector")
 CLASS = {"kv_connector": "DraftsmithConnector", "kv_connector_module_path": "draftsmith_connector"}
 FOLDER = "/dev/shm/states"
@@ -84,14 +85,21 @@ def take_file(path: Path, ids: Sequence[int]) -> Tensor:
 
     Raises:
         Retry: It was not written, or is not of these tokens.
+        UserError: Its folder is not here.
     """
-    end, failed = time.monotonic() + WAIT, path.with_name(f"{path.name}.failed")
+    began, failed = time.monotonic(), path.with_name(f"{path.name}.failed")
     while not path.exists():
         if failed.exists():
             why = failed.read_text()
             failed.unlink()
             raise Retry(f"could not write {path} ({why}): where no space is left, lower teacher.engine.in_flight")
-        if time.monotonic() > end:
+        waited = time.monotonic() - began
+        if waited > FOLDER_WAIT and not path.parent.exists():
+            raise UserError(
+                f"the engine writes states into {path.parent}, which is not on this machine: start it here, or give it "
+                "a shared_storage_path that both machines see"
+            )
+        if waited > WAIT:
             raise Retry(f"wrote no {path} within {WAIT:.0f} s, or it is on another machine")
         time.sleep(POLL)
     try:

@@ -14,7 +14,7 @@ from decode.engines.check import weight_fingerprints
 from decode.files import read_json, write_json, write_text
 from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
-from decode.measure.report import COLUMNS, cell, markdown, without_constants
+from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import unserved
 from distill.kinds.kind import TOKEN_MAP, of_model
@@ -125,15 +125,13 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)
     write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})
-    positions = measured.get("acceptance") or []
-    columns, alike = without_constants(("position", "validation", "offline", "decoded"), positions)
     template = (HERE / "model_card.md").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, lstrip_blocks=True).render(
         **facts, profile=measured, length=length, cell=cell, columns=COLUMNS,
         conditions=measured.get("conditions") or {},
         measured=[key for key in MEASURED if measured.get(key) is not None],
         commands=commands(facts["target"], facts["folder"], exported_facts(folder)),
-        positions=markdown(columns, positions), alike=alike,
+        positions=markdown(("position", "validation", "offline", "decoded"), measured.get("acceptance") or []),
     )  # fmt: skip
     write_text(folder / "README.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
 

@@ -159,14 +159,9 @@ class BlockDraft(Draft):
 
     @override
     def calibrate(self, signal: Signal, examples: Examples) -> list[str]:
-        """Sets the confidence's temperatures: one for each position and decoding mode."""
-        odds, greedy, sampled, counts = block_outcomes(self, signal, examples)
-        lines = []
-        for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
-            values = temperatures(odds, accepted, counts)
-            setattr(self.model, field, values)
-            lines.append(f"confidence_{field}: {', '.join(f'{t:.2f}' for t in values)}")
-        return lines
+        """Sets the confidence's temperatures of greedy decoding, one for each position."""
+        self.model.temperatures = temperatures(*block_outcomes(self, signal, examples))
+        return [f"confidence_temperatures: {', '.join(f'{t:.2f}' for t in self.model.temperatures)}"]
 
 
 def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: TargetRows, at: Tensor) -> Tensor:
@@ -244,8 +239,8 @@ def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples) -> tup
     """Returns how the tokens of a block at every label token fare.
 
     Returns:
-        The confidences' log-odds, greedy agreement and acceptance rates, each ``[blocks, drafts]``; and how many of a
-        block's tokens lie within its text, ``[blocks]``.
+        The confidences' log-odds and greedy agreement, each ``[blocks, drafts]``; and how many of a block's tokens lie
+        within its text, ``[blocks]``.
     """
     parts, device = list[tuple[Tensor, ...]](), signal.head.linear.weight.device
     draft.model.to(device)
@@ -256,8 +251,8 @@ def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples) -> tup
             assert rows.confidence is not None
             assert rows.blocks is not None
             block, blocks, depth = rows.blocks
-            values = torch.stack([rows.confidence, measured.agreement, measured.alpha]).float()
-            filled = values.new_zeros(3, blocks, depth)
+            values = torch.stack([rows.confidence, measured.agreement]).float()
+            filled = values.new_zeros(2, blocks, depth)
             filled[:, block, rows.step] = values
             parts.append((*filled.cpu(), torch.bincount(block, minlength=blocks).cpu()))
     return tuple(map(torch.cat, zip(*parts)))
@@ -271,7 +266,7 @@ def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:
 
     Args:
         odds: The confidences' log-odds, ``[blocks, drafts]``.
-        accepted: Whether the tokens are accepted, or at which rate.
+        accepted: Whether the tokens are accepted.
         counts: Tokens of each block.
     """
     chosen, before, so_far = list[float](), torch.ones(len(odds)), accepted.cumprod(1)

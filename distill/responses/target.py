@@ -27,7 +27,7 @@ from distill.data.corpus import COLUMNS
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.tables import mapped_table
-from distill.data.writing import Job, Write, keep_texts, written_by, written_here
+from distill.data.writing import Check, Job, Write, first_checked, keep_texts, written_here
 from distill.files import files_state, fingerprint, remove
 from distill.fingerprints import inputs
 from distill.kept import TEXT_IDS, Ints, Kept
@@ -37,6 +37,10 @@ LEARNED = Features({name: COLUMNS[name] for name in ("input_ids", "labels")})
 TURNS = Features(LEARNED | {"chat": Value("string"), "number": Value("int64"), "finished": Value("bool")})
 """Columns of conversations after some turns: a prompt that is to be answered, or a ``finished`` example. ``chat`` has
 messages and tools as JSON where the assistant has several turns; with the seed ``number`` decides the answer."""
+
+
+ANSWERED = "examples.arrow"
+"""The file of a split's examples, which is there once all of its answers are."""
 
 
 class Arrivals(Protocol):
@@ -55,6 +59,7 @@ def answered_texts(
     *,
     original: bool = False,
     arrivals: Callable[[str], Arrivals] | None = None,
+    check: Check | None = None,
 ) -> tuple[Dataset, Dataset, str]:
     """Train and validation examples, with the data set's responses or the target's; and their fingerprint.
 
@@ -63,12 +68,13 @@ def answered_texts(
         target: The target, if it is open already.
         original: All examples, with the responses of the target as it is given.
         arrivals: Makes, of this fingerprint, what takes the states that an engine gives with its answers.
+        check: Refuses the first answers of servers, before any is kept.
     """
     settings, record = run.settings, None if original else run.record("target")
     path, from_target = settings.target.model if record is None else run.target, settings.teacher.responses.from_target
     read = inputs(settings, {"frozen", "answers"} | ({"written", "seed"} if from_target else set()))
     if original:
-        read |= {"teacher.examples": None, "teacher.engine.urls": False}
+        read |= {"teacher.examples": None}
     target_key = (files_state([str(path)]) or str(path)) if record is None else record.fingerprint
     key = fingerprint(target_key, run.corpus.fingerprint, read)
     splits = {"train": run.corpus.train if original else run.examples, "validation": run.validation}
@@ -78,7 +84,7 @@ def answered_texts(
         arriving = None if arrivals is None else cache(partial(arrivals, key))
         for split, rows in splits.items():
             place = run.work / "responses" / f"{split}-{fingerprint(key, len(rows))[:16]}"
-            talks = Conversations(run, stop_ids(files, run.tokenizer), target, arriving)
+            talks = Conversations(run, stop_ids(files, run.tokenizer), target, arriving, check)
             splits[split] = talks.answered(rows, f"the target's responses, {split}", place)
     return splits["train"], splits["validation"], key
 
@@ -108,13 +114,15 @@ class Conversations:
         ends: Ids that end the target's texts.
         target: The target, if it is open already.
         arrivals: Makes what takes the states that an engine gives with its answers.
+        check: Refuses the first answers of servers.
     """
 
     def __init__(
-        self, run: Run, ends: Sequence[int], target: PreTrainedModel | None, arrivals: Callable[[], Arrivals] | None
-    ) -> None:
+        self, run: Run, ends: Sequence[int], target: PreTrainedModel | None, arrivals: Callable[[], Arrivals] | None,
+        check: Check | None,
+    ) -> None:  # fmt: skip
         data, teacher = run.settings.data, run.settings.teacher
-        self.run, self.ends, self.target, self.arrivals = run, ends, target, arrivals
+        self.run, self.ends, self.target, self.arrivals, self.check = run, ends, target, arrivals, check
         self.chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if run.corpus.chat else None
         self.settings, self.longest = teacher.responses, data.max_length
         self.served = teacher.served and target is None
@@ -126,7 +134,7 @@ class Conversations:
         Raises:
             UserError: Most answers are empty.
         """
-        file, answers = place / "examples.arrow", Kept(TEXT_IDS, place)
+        file, answers = place / ANSWERED, Kept(TEXT_IDS, place)
         if ranks.exchange(file.exists())[0]:
             return Dataset.from_file(str(file))
         turns = [_shared(place / "turn-0.arrow", TURNS, self.first(rows))]
@@ -165,9 +173,10 @@ class Conversations:
         if not self.served:
             model = run.frozen if self.target is None else self.target
             return partial(written_here, model, warp, self.ends, (seed, 0), self.settings.batch_size)
-        write = partial(written_by, run.engine, warp, self.ends, ends_with(run.tokenizer, self.chat), seed)
+        states = run.states if run.settings.teacher.in_engine else None  # which are compared before a text is written
+        write = partial(run.servers(run.tokenizer, self.ends, ends_with(run.tokenizer, self.chat)).write, warp)
         if self.arrivals is None:
-            return write
+            return partial(first_checked, write, self.check)
         arrivals, numbers = self.arrivals(), _column(turn, "number")
 
         def take(job: Job, ids: Ids, states: Tensor) -> None:
@@ -178,11 +187,11 @@ class Conversations:
 
         def write_and_take(jobs: Iterable[Job]) -> Iterator[tuple[int, Ids]]:
             try:
-                yield from write(jobs, files=run.states, take=take)
+                yield from write(jobs, files=states, take=take)
             finally:
                 arrivals.close()
 
-        return write_and_take
+        return partial(first_checked, write_and_take, self.check)
 
     def first(self, rows: Dataset) -> Iterator[Row]:
         """The first prompts, of the corpus's rows."""

@@ -11,7 +11,7 @@ from decode.files import read_json, write_text
 from decode.measure import plots
 from decode.measure import report as decoding
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Row, Section, Table, cell, console_table, mode, without_constants, write_page
+from decode.measure.report import Row, Section, Table, cell, console_table, mode, write_page
 from decode.measure.statistics import plain
 from distill.export import card
 
@@ -108,9 +108,8 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     for draft in drafts:
         served = served_rates(run_dir) if draft["name"] == best else {}
         positions = [row | {"served": served.get(row["position"])} for row in draft.get("acceptance") or []]
-        keys, alike = without_constants(ACCEPTANCE, positions)
-        title = f"{draft['name']}: greedy α by position (accepted ÷ reached)" + (alike and f"; {alike}")
-        tables += [Table(keys, positions, title, True)] if positions else []
+        title = f"{draft['name']}: greedy α by position (accepted ÷ reached)"
+        tables += [Table(ACCEPTANCE, positions, title, True)] if positions else []
     curves = {draft["name"]: draft["curve"] for draft in drafts if draft.get("curve")}
     axes = "Learning curves", "optimiser step", "α = mean Σ min(p, q), validation"
     yield Section("Training", text, tables=tables, figures=[(plots.lines(curves, *axes), "")] if curves else [])

@@ -5,7 +5,6 @@ and its metrics are named ``stage/metric``. W&B is offline where it knows no key
 waits for input. Further options are W&B's environment variables; those that are set are never changed.
 """
 
-import json
 import netrc
 import os
 import secrets
@@ -135,7 +134,7 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
 
 
 def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: bool = False) -> None:
-    """Log a run's final numbers; to W&B also the report's tables and page, and if asked for the export, as an artifact.
+    """Log a run's final numbers; to W&B also the report's page, and if asked for the export, as an artifact.
 
     Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
     """
@@ -147,11 +146,6 @@ def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: 
     if isinstance(logger, RunLogger):
         import wandb
 
-        for table in ("drafts", "paired", "decoding"):
-            rows = report[table]
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            cells = [[_shown(row.get(name)) for name in columns] for row in rows]
-            logger.log_table(f"tables/{table}", columns, cells)
         page = (run_dir / "report.html").read_text(encoding="utf-8")
         logger.experiment.log({"report": wandb.Html(page, inject=False)})
         if upload:
@@ -162,10 +156,6 @@ def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: 
     elif logger is not None:
         logger.log_metrics(summary, step=0)
         logger.save()
-
-
-def _shown(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def finish(logger: Logger | None) -> None:

@@ -57,7 +57,7 @@ def keep_columns(
                 work.append([(examples, int(number)) for number in missing])
     share, progress = kept.share(work, size, ADVICE), current()
     progress.update(total=sum(map(len, share)), done=0)
-    if expect is not None:
+    if expect is not None and share:
         expect(share)
     for picks in share:
         values = values_of(compute(collate(picks, reads)), picks)

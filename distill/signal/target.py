@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead
 from distill.data.dataset import FEATURES, PLACES, Batch
+from distill.engine.check import FIRST, AnswerCheck
 from distill.kept import Shapes
 from distill.losses.divergences import TargetRows, log_probs
 from distill.networks.layers import entering
@@ -68,6 +69,11 @@ def unpacked(values: Tensor, planes: int) -> Tensor:
     return (numbers.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)).flatten(-2)
 
 
+def label_tokens(batch: Batch) -> Tensor:
+    """The labels of a batch ``[label tokens]``."""
+    return batch["labels"].flatten().index_select(0, batch[PLACES] + 1)
+
+
 class Signal:
     """The target as a draft sees it in training: `rows` reads it from the batch, or asks for its states.
 
@@ -82,6 +88,9 @@ class Signal:
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
         dtype: Number format in which states are kept (see `FORMATS`).
+
+    Attributes:
+        check: Looks at the labels of every batch whose states are not kept yet; None where servers wrote none of them.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Signal:
         self.layers = tuple(layers if reader is None else reader.captured_layers)
         self.embedding = target.get_input_embeddings() if self.layers else nn.Module()
         self.source = partial(read_states, target, self.layers) if source is None else source
+        self.check: AnswerCheck | None = None
         self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
         self.columns, width = Shapes(), int(self.head.linear.weight.shape[1])  # of what is kept
         if self.layers:
@@ -137,8 +147,7 @@ class Signal:
 
         Both come from the batch's columns, or from the source. Features are in float32 or better; None without a head.
         """
-        places = batch[PLACES]
-        labels = batch["labels"].flatten().index_select(0, places + 1)
+        places, labels = batch[PLACES], label_tokens(batch)
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
@@ -161,12 +170,19 @@ class Signal:
         places = batch[PLACES]
         if not self.columns.keys() & batch.keys():
             last, read = self.source(batch)
+            if "weight" in batch:  # of a training: validation batches come again and again
+                self.look(batch, last)
             return last.to(places.device), None if read is None else read.to(places.device)
         hidden = unpacked(batch[HIDDEN], 1) if HIDDEN in batch else None
         features = unpacked(batch[FEATURES], len(self.layers)) if FEATURES in batch else None
         if hidden is None and features is not None:
             hidden = features.flatten(0, 1).index_select(0, places)
         return hidden, features
+
+    def look(self, batch: Batch, hidden: Tensor) -> None:
+        """Show a batch's labels to the check, with the last hidden states before them."""
+        if self.check is not None:
+            self.check.add(self.all_ids, hidden, label_tokens(batch), len(batch["labels"]))
 
     def inside(self, hidden: Tensor) -> Tensor:
         """`INSIDE` of last hidden states ``[rows, hidden]``."""
@@ -185,6 +201,9 @@ class Signal:
     def kept(self, batch: Batch, states: States | None = None) -> dict[str, Tensor]:
         """The columns of a batch as they are kept, of given states or the source's; `FEATURES` are still padded."""
         hidden, features = states or self.source(batch)
+        self.look(batch, hidden)
+        if self.check is not None:
+            self.check.judge(FIRST)
         hidden = hidden.to(self.head.linear.weight.device)
         values = {HIDDEN: packed(hidden, 1, self.dtype)}
         if features is not None:

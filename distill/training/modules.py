@@ -22,6 +22,7 @@ from distill.config import DraftSettings
 from distill.config.base import Values
 from distill.config.models import TrainingSettings
 from distill.data.dataset import PLACES, Batch, completed, places
+from distill.engine.check import FIRST
 from distill.kinds.base import GROUPS, Draft
 from distill.kinds.kind import open_draft
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
@@ -312,6 +313,12 @@ class DistillModule(TrainingModule):
         texts = range(len(batch["labels"]))
         chance = [np.random.default_rng([*place, text]) for text in texts] if self.training else None
         return self.draft.indexed(completed(batch), chance)
+
+    def check_finite(self) -> None:
+        """Checks the losses, and the answers of servers that were trained on (`UserError`: no samples)."""
+        super().check_finite()
+        if self.signal.check is not None:
+            self.signal.check.judge(FIRST)
 
     def forward(self, batch: Batch, *, training: bool) -> tuple[Tensor, Rows, Compared]:
         """The loss of a training batch, or the measures of a validation batch with its rows."""

@@ -14,7 +14,7 @@ from greedy import generate
 from scripted import Oracle, RandomTree
 
 from decode.core.draft import Draft
-from decode.core.round import Round, acceptance_by_length, acceptance_by_position, metrics
+from decode.core.round import Round, acceptance_by_position, metrics
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.model import ModelDrafter
@@ -71,22 +71,6 @@ def test_acceptance_by_position_counts_the_drafts_that_nothing_cut() -> None:
     assert 1 + sum(row["marginal"] for row in rows) == pytest.approx(1 + (2 + 3 + 1) / 3)  # tokens a drafted round
     cut = [*example(), make_round([1, 2], CHAIN[:2], [], cut=True)]
     assert acceptance_by_position([cut])[0]["conditional"] == 1.0
-
-
-def test_acceptance_by_length_groups_rounds_by_the_text_that_they_began_with() -> None:
-    def at(length: int, kept: int, overlap: list[float]) -> Round:
-        return make_round([1, 2], CHAIN[:2], list(range(kept)), overlap=overlap, length=length)
-
-    texts = [
-        [at(100, 2, [1.0, 0.8]), at(127, 0, [0.2]), at(128, 1, [0.5, 0.5])],
-        [at(90, 1, [0.6, 0.4]), at(1024, 0, [0.1])],
-    ]
-    rows = acceptance_by_length(texts)
-    assert [(row["text_length"], row["rounds"]) for row in rows] == [("0–127", 3), ("128–255", 1), ("1,024–2,047", 1)]
-    assert [row["accepted_length"] for row in rows] == pytest.approx([6 / 3, 2.0, 1.0])
-    assert [row["alpha"] for row in rows] == pytest.approx([3.0 / 5, 0.5, 0.1])
-    assert rows[0]["alpha_se"] == pytest.approx(math.sqrt(2 * (0.2**2 + 0.2**2)) / 5)  # texts: 2.0 of 3, 1.0 of 2
-    assert math.isnan(rows[1]["alpha_se"])
 
 
 def test_accepted_tokens_behind_the_end_of_a_text_are_no_part_of_the_accepted_length(tiny) -> None:

@@ -70,6 +70,7 @@ class StatesServer:
         layers: Whose entering states it gives away.
         folder: Of the files.
         spoil: Changes an answer and its tensors by the number of the request; returns whether a file is written.
+        temperature: At which it samples if it is asked for another.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class StatesServer:
         layers: Sequence[int],
         folder: Path,
         spoil: Callable[[int, dict[str, Any], dict[str, torch.Tensor]], bool] = lambda *_: True,
+        temperature: Callable[[float], float] = float,
     ) -> None:
         self.model = copy.deepcopy(model)  # the other one is used at the same time
-        self.layers, self.folder, self.spoil = list(layers), folder, spoil
+        self.layers, self.folder, self.spoil, self.temperature = list(layers), folder, spoil, temperature
         self.lock, self.most = threading.Lock(), 0  # the most files that were there at once
 
     @torch.no_grad()
@@ -92,9 +94,10 @@ class StatesServer:
                 [i] for i in body.get("stop_token_ids", ())
             ]:
                 logits = self.model(torch.tensor([ids])).logits[0, -1].float()
-                drawn = torch.multinomial(logits.softmax(-1), 1, generator=chance)
+                p = (logits / (self.temperature(body["temperature"]) or 1)).softmax(-1)
+                drawn = torch.multinomial(p, 1, generator=chance)
                 ids.append(int(drawn if body["temperature"] else logits.argmax()))
-            whole = body["kv_transfer_params"]["include_output_tokens"]
+            whole = body.get("kv_transfer_params", {}).get("include_output_tokens")
             read, kept = ids[:-1] if whole else body["prompt"], list[torch.Tensor]()
             hook = final_norm(self.model).register_forward_pre_hook(lambda _, given: kept.append(given[0]))
             out = self.model(torch.tensor([read]), output_hidden_states=True)
@@ -111,7 +114,7 @@ class StatesServer:
             ],
             "kv_transfer_params": {"hidden_states_path": str(path), "layers": self.layers, "quantization": None},
         }
-        if self.spoil(number, answer, tensors):
+        if self.spoil(number, answer, tensors) and "kv_transfer_params" in body:
             threading.Timer(0.01, self.write, (tensors, path)).start()
         return answer.pop("status", 200), answer
 

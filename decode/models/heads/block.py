@@ -94,7 +94,6 @@ class BlockHead(DraftHead):
         candidates: the likeliest ids of a slot, among which its token is chosen. 0: all ids.
         temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
             not calibrated.
-        sampled_temperatures: the same at temperature 1.
     """
 
     drafts: int
@@ -112,9 +111,6 @@ class BlockHead(DraftHead):
         self.rank = int(fields.get("selector_rank" if selects else "markov_rank") or 0)
         self.candidates = min(fields["selector_top_k"], config.draft_vocab_size) if selects else 0
         self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
-        self.sampled_temperatures: list[float] = list(
-            fields.get("confidence_sampled_temperatures") or self.temperatures
-        )
         self.rotary = LlamaRotaryEmbedding(config)
         self.fc = nn.Linear(self.feature_width, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
@@ -152,8 +148,7 @@ class BlockHead(DraftHead):
             fields["architectures"] = ["Qwen3DSparkModel"]
         fields["dflash_config"] = {key: fields[key] for key in SLOTS if key in fields}
         fields["dflash_config"]["input_embedding_scale"] = 1.0  # llama.cpp takes Gemma's for a target of that family
-        calibrated = {"confidence_temperatures": self.temperatures}
-        return fields | calibrated | {"confidence_sampled_temperatures": self.sampled_temperatures}
+        return fields | {"confidence_temperatures": self.temperatures}
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
         """Blocks ``[.., slots]`` that draft so many tokens after these anchors ``[..]``."""

@@ -172,8 +172,8 @@ class BlockRunner(DraftHeadRunner):
             slot: of those that draft.
             texts: their numbers.
             tokens: before the slot, one of each text or several, ``[n]`` or ``[n, m]``; None: the anchors.
-            greedy: whether the confidence head's estimate is calibrated for greedy decoding; None: it is not asked. It
-                does not look at the token that is drafted.
+            greedy: whether the confidence head's estimate, which is trained to be the acceptance rate of a drawn token,
+                is calibrated for greedy decoding; None: it is not asked. It does not look at the token that is drafted.
         """
         head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
         anchors = block.anchors
@@ -194,7 +194,6 @@ class BlockRunner(DraftHeadRunner):
             else:
                 logits = finished(self.bias.add_to(logits, m), *self.finish)
         if greedy is not None and head.confidence_head is not None:
-            temperatures = head.temperatures if greedy else head.sampled_temperatures
-            odds = head.confidence_head(inputs).float()
+            temperatures, odds = head.temperatures if greedy else [], head.confidence_head(inputs).float()
             accepted = torch.sigmoid(odds / (temperatures[slot] if slot < len(temperatures) else 1.0))
         return Out(self.expand(logits), hidden, accepted=accepted)

@@ -63,7 +63,7 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "use_aux_hidden_state", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor",
-    "confidence_temperatures", "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size",
+    "confidence_temperatures", "conv_kernel_size", "conv_group_size",
     "selector_rank", "selector_top_k",
 )  # fmt: skip
 """Keys that mean the same everywhere."""
@@ -78,8 +78,8 @@ COMPUTED: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here; of keys that are not named, `OFF` alone."""
 BLOCKS = (
-    "is_causal", "causal", "use_swa", "swa_window_size", "sliding_window_non_causal", "use_sliding_window",
-    "enable_confidence_head", "confidence_head_with_markov",
+    "is_causal", "causal", "use_swa", "swa_window_size", "sliding_window_non_causal", "enable_confidence_head",
+    "confidence_head_with_markov",
 )  # fmt: skip
 """Keys that are read of block heads alone."""
 INERT = (
@@ -90,13 +90,13 @@ INERT = (
     # of the training and of tools
     "auto_map", "torch_dtype", "method", "speculators_config", "speculators_version", "target_model_type",
     "target_text_model_type", "target_model_name_or_path", "embed_requires_grad", "confidence_head_alpha",
-    "num_anchors", "ttt_length", "step_loss_decay", "draft_num_hidden_layers",
+    "num_anchors", "ttt_length", "step_loss_decay", "draft_num_hidden_layers", "confidence_sampled_temperatures",
 )  # fmt: skip
 """Keys of others that change nothing."""
 KNOWN = {
     *KEPT, *LAYERS, *NESTED, *COMPUTED, *INERT, *vars(LlamaConfig()), *vars(GenerationConfig()), "model_type",
     "speculators_model_type", "projector_type", "rope_theta", "rope_scaling", "target_hidden_size",
-    "num_target_layers", "draft_vocab_size", "qk_norm",
+    "num_target_layers", "draft_vocab_size", "qk_norm", "use_sliding_window",
 }  # fmt: skip
 
 
@@ -157,6 +157,8 @@ def read_config(
     entered = _captured(flat, version, name)
     _check_network(flat, config["rope_parameters"], name, block)
     if not block:
+        if window := _attention(flat)["sliding_window"]:  # in texts of this length it is full attention
+            config["max_position_embeddings"] = min(window, config.get("max_position_embeddings", window))
         config |= {ENTERED: entered, "num_hidden_layers": 1, "qk_norm": any("q_norm" in key for key in state)}
         return LlamaConfig(**config, architectures=[ARCHITECTURES[cast(int, version)]])
     confidence = state.get("confidence_head.proj.weight")
@@ -221,7 +223,7 @@ def _rotation(flat: Fields) -> Fields:
 
 
 def _attention(flat: Fields) -> Fields:
-    """What the layers of a block head attend to, as vLLM reads it; a causality of None: sliding layers alone."""
+    """What the layers of a head attend to, as vLLM reads it; a causality of None: sliding layers alone."""
     types = list(flat.get("layer_types") or ["full_attention"] * flat["num_hidden_layers"])
     if flat.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * len(types)
@@ -244,12 +246,12 @@ def _check_network(flat: Fields, rope: Fields, name: str, block: bool) -> None:
     """
     architecture = str(flat.get("architectures"))
     kinds = {*(flat.get("layer_types") or ())[: flat["num_hidden_layers"] if block else 1]} - {"full_attention"}
-    settings = flat | rope | {"layer_types": kinds - {SLIDING} if block else kinds}
+    settings = flat | rope | {"layer_types": kinds - {SLIDING}}
     settings["Gemma's norms"] = "Gemma" in architecture
     other = {key for key in flat.keys() - KNOWN if not key.startswith("_")} - {*(BLOCKS if block else ())}
     computed = dict.fromkeys(sorted(other), OFF) | COMPUTED
     wrong = [f"{key} {settings[key]}" for key, values in computed.items() if settings.get(key, values[0]) not in values]
-    if block and not (attention := _attention(flat))["sliding_window"]:
+    if not (attention := _attention(flat))["sliding_window"]:
         slides = SLIDING in attention["layer_types"] or flat.get("use_sliding_window")
         wrong += ["a sliding layer without a window"] if slides else []
     if wrong:
@@ -289,7 +291,7 @@ def unserved(head: DraftHead | PreTrainedModel) -> dict[str, str]:
     elif isinstance(head, BlockHead):
         causal, spark = {causal for _, causal in head.kinds}, head.version == "dspark"
         of_version = {"dflash": ["sglang", "llama.cpp"], "dspark": ["sglang"], "dflash2": ENGINES}
-        pairs = (head.candidates or 0) * ((head.candidates or 0) + 1)
+        pairs = head.candidates * (head.candidates + 1)
         other = not head.rank if spark else head.from_anchor or (head.rank and not head.candidates)
         apart = head.confidence_head is not None and not config.confidence_head_with_markov
         drafted = f"it drafts {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
@@ -372,7 +374,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             layers = load_mtp(target, folder)
             layers.config.num_assistant_tokens = fields["num_assistant_tokens"]
             return layers
-        if version not in HEADS:
+        if version is None or version not in HEADS:
             what = f"a draft in the format of {version}" if version else "no feature head"
             raise UserError(
                 f"{name} holds {what} (architectures {fields.get('architectures')}), which is not run: {NEXT}"
@@ -385,8 +387,8 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             )
         if version == 3:
             state = {re.sub(r"^layers\.0\.", "midlayer.", key): tensor for key, tensor in state.items()}
-        config = read_config(fields, state, target, str(name), cast(int | str, version))
-        head = cast(FeatureHead | BlockHead, HEADS[cast(int | str, version)].network(config))
+        config = read_config(fields, state, target, str(name), version)
+        head = cast(FeatureHead | BlockHead, HEADS[version].network(config))
         ids = _draft_ids(state, config.vocab_size)
         if target is not None:
             _share(head, state, ids, target)

@@ -129,11 +129,3 @@ def test_a_csv_has_the_values_of_a_table() -> None:
     head, line = p.comma_separated(("name", "offline_alpha", "speedup"), rows).splitlines()
     assert head == "name,offline_alpha,offline_alpha_se,speedup,speedup_ci95_low,speedup_ci95_high,doubt"
     assert line == "a_b,0.5,0.01,2.0,1,3,"
-
-
-def test_columns_that_are_alike_in_every_row_become_a_sentence() -> None:
-    rows = [{"position": i, "offline": 0.9, "decoded": 0.8 + i / 100} for i in (1, 2)]
-    assert p.without_constants(("position", "offline", "decoded"), rows) == (
-        ["position", "decoded"], "offline 0.900 at every position",
-    )  # fmt: skip
-    assert p.without_constants(("position", "offline"), rows[:1]) == (["position", "offline"], "")

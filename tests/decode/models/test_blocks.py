@@ -126,14 +126,14 @@ def test_a_slots_confidence_is_divided_by_the_temperature_of_its_place_and_of_ho
 ) -> None:
     target = double("llama", vocab_size=SMALL)
     head = make_block_head(target, "dspark")
-    head.temperatures, head.sampled_temperatures = [2.0, 0.5], [3.0, 0.25]  # none of the slots behind
+    head.temperatures = [2.0, 0.5]  # none of the slots behind
     runner, out = drafted_block(head, target)
     confidence, markov = head.confidence_head, head.markov_head
     assert confidence is not None
     assert markov is not None
     for slot, before in enumerate([PROMPT[-1], 2, 7, 1]):
         odds = confidence(torch.cat([out.hidden[0, slot], markov.markov_w1.weight[before]]))
-        temperature = [*(head.temperatures if greedy else head.sampled_temperatures), 1.0, 1.0][slot]
+        temperature = [*(head.temperatures if greedy else [1.0, 1.0]), 1.0, 1.0][slot]
         accepted = runner.condition(out, slot, [0], torch.tensor([before]), greedy=greedy).accepted
         assert accepted is not None
         assert accepted.item() == pytest.approx((odds / temperature).sigmoid().item(), rel=1e-6)

@@ -29,6 +29,7 @@ from decode.models.heads.runner import HeadRunner
 from decode.models.open import load_model
 
 DRAFTED = 24  # tokens of a reduced vocabulary
+WINDOW = 32  # behind which a head with sliding layers drafts nothing
 SHAPE = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -126,7 +127,9 @@ FORMATS = {
         **SPECULATORS,
         "fc_norm": True,
         "norm_output": True,  # without norm_before_residual, for which vLLM takes true
-        "transformer_layer_config": SHAPE | {"model_type": "qwen3", "head_dim": 16},
+        "transformer_layer_config": SHAPE
+        | {"model_type": "qwen3", "head_dim": 16}
+        | {"layer_types": ["sliding_attention"], "sliding_window": WINDOW, "use_sliding_window": True},
     },
     "Qwen2.5-VL": {
         "architectures": ["Eagle3Qwen2_5vlForCausalLM"],
@@ -319,6 +322,7 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
     assert head_kind(tmp_path)
     runner, ids = HeadRunner(load_head(tmp_path, target), target), PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
+    assert runner.limit == (WINDOW if format == "speculators, Qwen3" else 64)
     wanted = torch.stack(twin(state, format, target, ids, start))
     source, head = Reader(open_runner(target)), Reader(runner)
     assert list(runner.head.captured_layers) == captured_of(format)
@@ -375,7 +379,8 @@ def test_another_format_of_drafts_is_refused_by_its_name(fields: dict[str, Any],
         ({}, {"mask_hidden": (1, 96)}, r"(?s)Unexpected key.*mask_hidden"),
         ({}, {"fc.weight": (32, 64)}, "size mismatch"),
         ({"eagle_config": {"parallel_draft_step": 4}}, {}, "parallel_draft_step 4"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention"]}, {}, "a sliding layer without a window"),
+        ({"layer_types": ["chunked_attention"]}, {}, "layer_types {'chunked_attention'}, with which"),
         ({"residual_multiplier": 0.5}, {}, r"residual_multiplier 0\.5, with which.*can be removed"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm True, with which"),
         ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm False, with which"),

@@ -65,8 +65,7 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
             assert history[-1]["loss"] < history[0]["loss"], stage
             assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
             assert "alpha_4" not in history[-1]  # a block drafts three tokens
-            counts = len(head.temperatures), len(head.sampled_temperatures)
-            assert counts == ((0, 0) if head.confidence_head is None else (3, 3))
+            assert len(head.temperatures) == (0 if head.confidence_head is None else 3)
             assert {window for window, _ in head.kinds} == {settings.student.block.window}
     plain, chosen = (made.record(stage).account for stage in ("distillspec", "adaspec"))
     assert plain["selected_tokens"] == plain["teacher_tokens"] == chosen["teacher_tokens"]
@@ -99,8 +98,8 @@ def test_confidences_are_calibrated_by_one_example_where_there_are_few(tmp_path,
     settings.drafts = dict([*settings.drafts.items()][:1])
     _, made, _ = run_tiny(begun(settings))
     head: Any = load_head(made.path("distillspec"))
-    assert len(head.temperatures) == len(head.sampled_temperatures) == 3
-    assert any(temperature != 1 for temperature in head.temperatures + head.sampled_temperatures)
+    assert len(head.temperatures) == 3
+    assert any(temperature != 1 for temperature in head.temperatures)
 
 
 def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int = 1) -> Settings:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
-from tiny_run import altered, bench, given, tiny_settings
+from tiny_run import altered, begun, bench, given, tiny_settings
 
 from decode.errors import UserError
 from decode.options import check
@@ -148,7 +148,7 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
     settings.teacher.engine.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
     run, _ = bench(settings)
     check_inputs(run)  # the target that they serve has to be trained first
-    settings.target.kind = "as_is"
+    begun(settings)
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):
         check_inputs(run)
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.models.tokens import continuation_ids
 from decode.writing import write_texts
 from distill import ranks
 from distill.checks import check_engine
@@ -27,7 +28,7 @@ from distill.config.data import DataSettings
 from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.data.chat import IGNORE, ChatFormat
 from distill.data.dataset import Examples, Picks, Schedule
-from distill.data.writing import Job, written_by
+from distill.data.writing import Job, Served
 from distill.engine.servers import Engine
 from distill.kept import TEXT_IDS, Kept
 from distill.responses import target as target_module
@@ -66,6 +67,7 @@ def test_several_processes_write_what_a_single_one_does(tmp_path, monkeypatch) -
     run = bench(settings)[0]
     _ = run.corpus  # before there are two processes
     monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(ranks, "SEEN", 0.0)
     monkeypatch.setattr(ranks, "barrier", lambda: None)
     monkeypatch.setattr(ranks, "exchange", lambda value: [value] * 2)
     for rank, count in enumerate((8 + 4, 8)):  # of the groups of 8, 8 and 4
@@ -133,18 +135,20 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> No
     assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
 
 
-def said(ids: list[int] | None, reason: str = "stop") -> Reply:
-    return 200, {"choices": [{"text": "Hi", "token_ids": ids, "finish_reason": reason}]}
-
-
-def good(body: dict[str, Any], number: int) -> Reply:
-    """Says the last id of the prompt three times."""
-    return said(body["prompt"][-1:] * 3 if body["return_token_ids"] else None, "length")
+def said(ids: list[int] | None, reason: str = "stop", **more: Any) -> Reply:
+    return 200, {"choices": [{"text": "Hi", "token_ids": ids, "finish_reason": reason}], **more}
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch) -> None:
     monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
+    monkeypatch.setattr("distill.engine.servers.AGAIN", 0.02)
+
+
+def written(engine: Engine, jobs: list[Job], warp: LogitsWarper | None = None) -> dict[int, list[int]]:
+    """What servers write, of a target with the ids of the byte tokenizer, whose texts end with 1 or 2."""
+    servers = Served(engine, with_start(adds=False), [1, 2], 2, 300, 5)
+    return dict(servers.write(warp or LogitsWarper(0.7, top_p=0.9), jobs))
 
 
 def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None:
@@ -156,14 +160,75 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
 
     with serving(slow) as (first, asked), serving(slow) as (second, others):
         engine = Engine([first, second], EngineSettings(in_flight=3))
-        texts = dict(written_by(engine, LogitsWarper(0.7, top_p=0.9), [1, 2], 2, 5, jobs))
+        texts = written(engine, jobs)
     assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
     assert (len(asked), len(others)) == (6, 6)
     bodies = [*asked, *others]
     assert sorted(body["prompt"] for body in bodies) == [job.ids for job in jobs]
-    sampling = {(b["path"], b["temperature"], b["top_p"], b["max_tokens"], b["return_token_ids"]) for b in bodies}
-    assert sampling == {("/v1/completions", 0.7, 0.9, 8, True)}
+    how = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    how |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": [1, 2]}
+    how |= {"path": "/v1/completions", "max_tokens": 8, "return_token_ids": True, "model": "target"}
+    assert all(how.items() <= body.items() for body in bodies)
     assert len({body["seed"] for body in bodies}) == 12
+
+
+def test_the_share_of_a_server_that_dies_goes_to_the_other_until_it_is_back() -> None:
+    dead, told = threading.Event(), list[str]()
+
+    def dying(body: dict[str, Any], number: int) -> Reply:
+        return (500, "out of memory") if dead.is_set() else said([7])
+
+    with serving(dying) as (first, _), serving(lambda *_: said([8])) as (second, others):
+        engine = Engine([first, second], EngineSettings(in_flight=1), say=told.append)
+        for wanted, change in (({7, 8}, dead.set), ({8}, dead.clear), ({7, 8}, dead.clear)):
+            for _ in range(400):  # until the server has failed too often, or has been tried again
+                texts = written(engine, [Job(i, [5], 8) for i in range(8)])
+                if {ids[0] for ids in texts.values()} == wanted and engine.servers[0].lost == dead.is_set():
+                    break
+            assert {ids[0] for ids in texts.values()} == wanted
+            assert len(texts) == 8
+            change()
+        engine.close()
+    assert any("500: out of memory; asked again in" in line for line in told)
+    assert f"{first} answers again" in told
+    assert any(line.startswith(f"{second} gave {len(others)} answers") for line in told)
+
+
+def test_a_server_with_too_much_to_do_is_waited_for_however_often_it_says_so() -> None:
+    """One request in four succeeds, so that some of 40 are refused more often than another failure may occur."""
+    with serving(lambda _, number: said([7]) if number % 4 == 0 else (429, {})) as (url, bodies):
+        assert len(written(Engine([url], EngineSettings(in_flight=20)), [Job(i, [5], 8) for i in range(40)])) == 40
+    assert len(bodies) >= 160
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (400, r"--max-model-len"), (401, r"OPENAI_API_KEY"), (404, r"has to end with /v1"),
+        (429, r"lower teacher\.engine\.in_flight"), (500, r"its log says why"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_told_with_what_its_status_asks_for(status: int, words: str) -> None:
+    with serving(lambda *_: (status, {"error": "no"})) as (url, bodies):
+        with pytest.raises(UserError, match=rf"failed: status {status}: .*{words}.*What is finished is kept"):
+            written(Engine([url], EngineSettings()), [Job(0, [5], 8)])
+        assert len(bodies) == {429: 20, 500: 7}.get(status, 1)
+
+
+def test_texts_without_ids_are_taken_where_their_number_of_tokens_is_that_of_the_server() -> None:
+    tokenizer, told = with_start(adds=False), list[str]()
+    (ids,) = continuation_ids(tokenizer, ["Hi"])
+    counts = [len(ids) + 1, len(ids), len(ids) + 2, len(ids) - 1]  # with the end token, without, and others
+
+    def texts_alone(body: dict[str, Any], number: int) -> Reply:
+        return said(None, usage={"completion_tokens": counts[body["prompt"][0]]})
+
+    with serving(texts_alone) as (url, _):
+        texts = written(Engine([url], EngineSettings(), say=told.append), [Job(i, [i], 8) for i in range(4)])
+    assert texts == {0: [*ids, 2], 1: [*ids, 2], 2: [], 3: []}
+    assert any(line.startswith("2 answers came without token ids") for line in told)
+    with serving(lambda *_: said([299, 300])) as (url, _), pytest.raises(UserError, match="token id 300"):
+        written(Engine([url], EngineSettings()), [Job(0, [5], 8)])
 
 
 def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_token_out() -> None:
@@ -174,33 +239,102 @@ def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_t
     assert ends_with(tokenizer, None) == tokenizer.eos_token_id
 
 
-def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_first_stage(tmp_path) -> None:
-    run, _ = bench(begun(answering(tmp_path)))
-    refused = pytest.raises(UserError, match=r"no token ids.*vLLM \(0\.10\.2 or later\)")
+# -- answers of servers beside the target -----------------------------------------------------------------------------
+
+
+class Answers:
+    """A server of a model that samples as vLLM does, with settings of its own.
+
+    Args:
+        model: Whose answers they are.
+        top_k: It samples the most probable ids alone.
+        spoiled: From this request on the answers are those of another model.
+    """
+
+    def __init__(self, model: PreTrainedModel, top_k: int | None = None, spoiled: int = 1 << 30) -> None:
+        self.model, self.top_k, self.spoiled, self.lock = model.eval(), top_k, spoiled, threading.Lock()
+
+    @torch.no_grad()
+    def __call__(self, body: dict[str, Any], number: int) -> Reply:
+        ids, chance = list(body["prompt"]), torch.Generator().manual_seed(body.get("seed", 0))
+        with self.lock:
+            for _ in range(body["max_tokens"]):
+                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
+                if number >= self.spoiled:
+                    logits = -1e3 * logits
+                p = (logits / (body["temperature"] or 1e-4)).softmax(-1)
+                if self.top_k:
+                    p[p < p.topk(self.top_k).values[-1]] = 0
+                ids.append(int(torch.multinomial(p, 1, generator=chance)))
+                if ids[-1] in body.get("stop_token_ids", ()):
+                    break
+        return said(ids[len(body["prompt"]) :], "stop" if ids[-1] in body.get("stop_token_ids", ()) else "length")
+
+
+@pytest.mark.parametrize(("signal", "temperature"), [("hidden", 1.0), ("topk", 0.0), ("online", 1.0)])
+def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kept(
+    tmp_path, monkeypatch, signal: str, temperature: float
+) -> None:
+    """The target is hardly trained, so that its distributions are flat, and a cut of them shows in few texts."""
+    for place in ("distill.data.writing.FIRST", "distill.signal.target.FIRST"):
+        monkeypatch.setattr(place, 8)
+    settings = answering(tmp_path, max_new_tokens=8, temperature=temperature)
+    settings.teacher.signal = signal
+    del settings.drafts["adaspec"]
+    target, engine = Run(begun(settings)).load_target(), settings.teacher.engine
+    for server in [Answers(target, spoiled=0), *[Answers(target, top_k=20)] * (temperature > 0)]:
+        with serving(server) as (url, bodies):
+            engine.urls = [url]
+            with pytest.raises(UserError, match=r"no samples of the target: of 8 answers .*--generation-config vllm"):
+                run_tiny(settings)
+        assert len(bodies) == 1 + 8  # with the first request of all
+        assert not answers_in(Run(settings))
+    with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
+        engine.urls = [url]
+        with pytest.raises(UserError, match=r"no samples of the target: .*; then delete .*responses"):
+            run_tiny(settings)
+    shutil.rmtree(Run(settings).work / "responses")
+    with serving(Answers(target)) as (url, _):
+        engine.urls = [url]
+        created, _, printed = run_tiny(settings)
+    assert created == ["distillspec"]
+    assert "of the first 8 answers" in printed
+    assert ("a server with top_k 20 would be found with 100.0%" in printed) == (temperature > 0)
+    settings.training.steps, engine.urls = 11, ["http://127.0.0.1:9/v1"]
+    assert run_tiny(settings)[0] == ["distillspec"]  # what is finished needs no server
+
+
+def test_servers_that_are_not_there_or_say_neither_ids_nor_their_number_are_refused_before_the_first_stage(
+    tmp_path,
+) -> None:
+    settings = answering(tmp_path)
+    run, _ = bench(begun(settings))
+    refused = pytest.raises(UserError, match=r"neither token ids nor a text")
     with serving(lambda *_: said(None)) as (url, _), refused:
         run.settings.teacher.engine.urls = [url]
         check_engine(run)
+    run, _ = bench(settings)
     with pytest.raises(UserError, match=r"failed: ConnectError.*start it with the target"):
         check_engine(run)
 
 
 def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empty(tmp_path) -> None:
-    settings = answering(tmp_path, max_new_tokens=8)
-    server = settings.teacher.engine
+    settings = begun(answering(tmp_path, max_new_tokens=8))
+    good, server = Answers(Run(settings).load_target()), settings.teacher.engine
     server.in_flight = 1
 
     def dying(body: dict[str, Any], number: int) -> Reply:
-        return (503, {}) if number == 1 else good(body, number) if number <= 8 else (500, {})
+        return (503, {}) if number == 2 else good(body, number) if number <= 9 else (500, {})
 
     with serving(dying) as (url, _):
         server.urls = [url]
         with pytest.raises(UserError, match=r"failed: status 500: .*What is finished is kept"):
-            run_tiny(begun(settings))
+            run_tiny(settings)
     assert len(answers_in(Run(settings))) == 7
     with serving(good) as (url, bodies):
         server.urls = [url]
         assert "train: 20, 13 of them written now" in run_tiny(settings)[2]
-    assert len(bodies) == 13 + 8
+    assert len(bodies) == 1 + 13 + 8
     settings.name = "other"
     with serving(lambda *_: said([])) as (url, _):
         server.urls = [url]

@@ -237,8 +237,19 @@ def test_a_full_disk_and_values_that_are_not_finite_leave_nothing(tmp_path) -> N
 
 def test_processes_that_see_other_folders_are_refused(tmp_path, monkeypatch) -> None:
     as_one_of(monkeypatch, 0, 2)
+    monkeypatch.setattr(ranks, "SEEN", 0.0)
     with pytest.raises(UserError, match="is not seen alike by all processes"):  # the other one's shards are not there
         keep(tmp_path, some_rows(40))
+
+
+def test_a_shard_that_a_shared_disk_shows_late_is_waited_for(tmp_path, monkeypatch) -> None:
+    rows = some_rows(40)
+    keep(tmp_path / "other", rows)
+    as_one_of(monkeypatch, 0, 2)
+    late = Kept(SHAPES, tmp_path / "here")
+    monkeypatch.setattr("time.sleep", lambda _: shutil.copytree(tmp_path / "other", late.folder))
+    late.join(rows.keys)
+    assert (late.find(rows.keys) >= 0).all()
 
 
 def test_more_than_two_to_the_31_numbers_fit_into_a_shard(tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import time
@@ -24,14 +23,12 @@ from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tin
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
-from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
-from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.data.dataset import FEATURES, Expect, label_mask
-from distill.engine.check import check_samples, refuse_differences
+from distill.engine.check import refuse_differences
 from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
 from distill.engine.vllm import CONNECTOR, VLLM
@@ -55,6 +52,8 @@ NORMS = (
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch) -> None:
     monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
+    monkeypatch.setattr("distill.engine.states.PAUSE", 0.005)
+    monkeypatch.setattr("distill.engine.servers.AGAIN", 0.02)
     monkeypatch.setattr("distill.engine.vllm.WAIT", 60)
 
 
@@ -248,7 +247,7 @@ def test_states_of_answers_are_packed_as_they_come_and_no_text_is_read_twice(tmp
     answers = [body for body in bodies if body["kv_transfer_params"]["include_output_tokens"]]
     assert len(answers) == len(lying) == 20 + 8
     assert max(lying) <= 4  # raw states of no more texts than requests are in flight
-    assert len(bodies) == 20 + 8 + 8  # the last 8 are those of the check
+    assert len(bodies) == 20 + 8 + 8 + 20  # the last ones are of the checks of states and of the first answers
     assert "log-probabilities from the engine's last state" in printed
     width = int(target.config.hidden_size)
     (folder,) = (run.work / "signals").glob(f"{settings.student.kind}-*")
@@ -264,7 +263,7 @@ def test_a_server_with_too_short_a_context_is_refused_before_the_training(tmp_pa
             run, printed = bench(begun(standing(tmp_path, url)))
             words = r"texts of 255 tokens.*--max-model-len 256"
             with nullcontext() if good else pytest.raises(UserError, match=words):
-                check_engine(run)
+                _ = run.engine
             assert not printed.getvalue()
 
 
@@ -295,20 +294,37 @@ def test_an_engine_with_other_weights_is_refused(tiny, tmp_path) -> None:
             run_tiny(settings)
 
 
-@pytest.mark.parametrize(("temperature", "sound"), [(0.7, True), (2.0, False)])
-def test_answers_that_are_no_samples_of_the_target_are_refused(tiny, tmp_path, temperature: float, sound: bool) -> None:
-    model, said = tiny("llama", seed=3), list[str]()
-    cold = copy.deepcopy(model)
-    with torch.no_grad():  # the server's own temperature
-        cold.get_output_embeddings().weight.div_(0.7 if sound else 1.0)
-    server = StatesServer(cold, [2], tmp_path)
-    with serving(server) as (url, _):
-        files = StateFiles(Engine([url], EngineSettings()), [2], VLLM())
-        warp = LogitsWarper(temperature)
-        prompts = [[3 + i, 7, 9] for i in range(8)]
-        with nullcontext() if sound else pytest.raises(UserError, match="are no samples of the target"):
-            check_samples(files, model, prompts, warp, said.append)
-        assert ["sampled tokens" in line for line in said] == [True] * sound
+def test_states_in_a_folder_that_is_not_here_are_refused_at_once(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("distill.engine.vllm.FOLDER_WAIT", 0.1)
+
+    def elsewhere(number: int, answer: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
+        answer["kv_transfer_params"]["hidden_states_path"] = str(tmp_path / "elsewhere" / "1.safetensors")
+        return False
+
+    with states_of(tiny("llama"), [], tmp_path, spoil=elsewhere) as (source, _, bodies):
+        with pytest.raises(UserError, match=r"elsewhere, which is not on this machine: .*shared_storage_path"):
+            source(everything(some_rows(1)))
+        assert len(bodies) == 1
+
+
+@pytest.mark.parametrize("keep", ["float32", False])
+def test_an_engine_whose_answers_are_no_samples_is_refused_before_any_is_kept(tmp_path, monkeypatch, keep) -> None:
+    """Its states are the target's, and it answers at another temperature."""
+    monkeypatch.setattr("distill.data.writing.FIRST", 8)
+    monkeypatch.setattr("distill.signal.target.FIRST", 8)
+    settings = begun(standing(tmp_path, "", keep=keep))
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=8, temperature=1.0)
+    target, temperature = Run(settings).load_target().eval(), 0.05
+    with serving(StatesServer(target, [2], tmp_path, temperature=lambda asked: asked * temperature)) as (url, _):
+        settings.teacher.engine.urls = [url]
+        with pytest.raises(UserError, match=r"no samples of the target: of \d+ answers .*--generation-config vllm"):
+            run_tiny(settings)
+        assert not list((Run(settings).work / "responses").rglob("*.safetensors"))
+        temperature = 1.0
+        assert run_tiny(settings)[0] == ["distillspec", "adaspec"]
+    if keep:  # everything is there
+        settings.training.steps, settings.teacher.engine.urls = 11, ["http://127.0.0.1:9/v1"]
+        assert run_tiny(settings)[0] == ["distillspec", "adaspec"]
 
 
 # -- the engine's side ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -102,17 +103,17 @@ def test_a_run_ends_as_from_disk_although_its_engine_was_killed(target, tmp_path
     settings = standing(tmp_path, target, "there")
     settings.teacher.signal = "vllm"
     run, _ = bench(settings)
-    layers, complete = run.engine_layers, Engine.complete
+    layers, request, asked = run.engine_layers, Engine.request, count()
 
-    def killing(self: Engine, number: int, *given: object, **how: object) -> object:
-        if number == 9:
+    def killing(self: Engine, *given: object) -> object:
+        if next(asked) == 80:
             (worker,) = (p for p in psutil.Process().children(recursive=True) if "EngineCor" in p.name())
             worker.send_signal(signal.SIGKILL)
-        return complete(self, number, *given, **how)
+        return request(self, *given)
 
     with served(target, layers, tmp_path / "states") as url, monkeypatch.context() as patch:
         settings.teacher.engine.urls = [url]
-        patch.setattr(Engine, "complete", killing)
+        patch.setattr(Engine, "request", killing)
         run, _ = bench(settings)
         with pytest.raises(UserError, match="What is finished is kept"):
             run_stages(run)
