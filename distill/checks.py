@@ -9,6 +9,7 @@ from decode.models.open import files_of, stop_ids
 from distill import ranks
 from distill.config.base import refuse
 from distill.data.dataset import Examples
+from distill.engine.devices import server_gpus
 from distill.fingerprints import stage_fingerprints
 from distill.kinds.language_model import kept_layers
 from distill.kinds.start import start_from_head
@@ -92,6 +93,8 @@ def check_engine(run: Run) -> None:
         ends = stop_ids(files_of(run.served_folder), run.tokenizer)
         run.servers(run.tokenizer, ends, ends[0]).ids(run.engine.complete([ends[0]], max_tokens=1, temperature=0.0))
     if teacher.in_engine and (unanswered or not kept):
+        if teacher.engine.local:
+            server_gpus(teacher.engine, *ranks.gpus(run.settings.trainer))
         _ = run.states  # compares them as they are opened
 
 

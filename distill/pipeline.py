@@ -47,8 +47,6 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     run = Run(settings, console)
     check_export_path(run.export, settings.student.draft)
     check_gguf(settings.export, settings.student.draft)
-    if settings.teacher.engine.local:
-        server_gpus(settings.teacher.engine, *ranks.gpus(settings.trainer))
     with alone_in(run):
         prepare_settings(run)
         if first:

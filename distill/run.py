@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from distill.data.dataset import Examples
 from distill.data.prompts import BATCH, SAMPLING, PromptWriter
 from distill.data.writing import Served, Write, written_here
 from distill.engine import PROTOCOLS
-from distill.engine.check import AnswerCheck, check_states, holds
+from distill.engine.check import EVERY, AnswerCheck, check_states, holds
 from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
 from distill.engine.vllm import VLLM
@@ -285,24 +286,20 @@ class Run:
         config = files_of(self.served_folder, trust_remote_code=self.settings.target.trust_remote_code).config
         return Served(self.engine, tokenizer, ends, end, config.get_text_config().vocab_size, self.settings.seed)
 
-    def answer_check(self, kept: Path | None = None) -> AnswerCheck:
-        """What looks at servers' answers, none of which it has seen yet; ``kept`` is the folder that they are in."""
-        how, target, texts = self.settings.teacher.responses, self.settings.target, len(self.examples)
+    def answer_check(self, *, kept: bool, most: float = inf) -> AnswerCheck:
+        """What looks at servers' answers: at the first ones, or at those that are ``kept``, of texts at ``most``."""
+        how, target = self.settings.teacher.responses, self.settings.target
         files = files_of(self.served_folder, trust_remote_code=target.trust_remote_code)
-        quantised = any("--quantization" in each for each in self.settings.teacher.arguments)
+        packed = target.quantization or getattr(files.config, "quantization_config", None)
         return AnswerCheck(
             LogitsWarper(how.temperature, top_p=how.top_p),
             stop_ids(files, self.tokenizer),
-            quantised=quantised or bool(target.quantization),
-            most=-(-(texts + len(self.validation)) // ranks.world()),
-            say=self.line,
+            quantised=bool(packed) or any("--quantization" in each for each in self.settings.teacher.arguments),
+            every=EVERY if kept else 1,
+            most=most,
             kept=kept,
+            say=self.line,
         )
-
-    @cached_property
-    def watch(self) -> AnswerCheck:
-        """What looks at all of the servers' answers, as their signal is computed."""
-        return self.answer_check(self.work / "responses")
 
     @property
     def protocol(self) -> VLLM:

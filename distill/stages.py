@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.chat import IGNORE, Ids
 from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
-from distill.engine.check import AnswerCheck
+from distill.engine.check import AnswerCheck, NoSamples
 from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes, by_tokens
@@ -93,9 +94,21 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
                 _make(run, stage, key)
                 created.append(stage)
         ranks.barrier()  # another process may still ask the engine
+    except NoSamples as error:
+        if error.kept:
+            _forget_answers(run)
+        raise
     finally:
         run.close()
     return created
+
+
+def _forget_answers(run: Run) -> None:
+    """Remove the target's answers, and what may have learned from them."""
+    remove(run.work / "responses")
+    for stage in ("initial", *run.trained):
+        (run.work / f"{stage}.json").unlink(missing_ok=True)
+        remove(run.work / f"checkpoints-{stage}")
 
 
 def _title(run: Run, stage: str) -> str:
@@ -259,7 +272,7 @@ def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
 
     @cache
     def first() -> tuple[AnswerCheck, Signal]:
-        return run.answer_check(), target_signal(run, None)[0]
+        return run.answer_check(kept=False), target_signal(run, None)[0]
 
     def check(answers: Sequence[tuple[Ids, Ids]]) -> None:
         looks, signal = first()
@@ -298,7 +311,9 @@ def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[]
         dtype=teacher.number_format(dtype),
     )  # fmt: skip
     signal.to(run.device)
-    signal.check = run.watch if teacher.served else None
+    if teacher.served:  # in a training texts come again and again
+        most = -(-len(run.examples) // ranks.world()) if signal.kind == "online" else inf
+        signal.check = run.answer_check(kept=True, most=most)
     return signal, opened
 
 
@@ -393,6 +408,8 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
     record.seconds = time.monotonic() - started
     _fit(run, name, record, module, batches, data.validation, full.trainer)
+    if data.signal.check is not None:
+        data.signal.check.judge()
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
     read = (data.train.labels_of(schedule.batch(step)) for step in range(steps))
     used = together = tokens = sum(read) if texts is None else texts.label_tokens

@@ -152,15 +152,15 @@ class Served:
             text, count = answer.get("text"), (answer.get("usage") or {}).get("completion_tokens")
             if not (isinstance(text, str) and isinstance(count, int)):
                 raise UserError(
-                    "the engine returned neither token ids nor a text with the number of its tokens: serve the target "
-                    "by vLLM (0.10.2 or later), SGLang or llama.cpp, or leave teacher.engine.urls out"
+                    f"{answer['url']} returned neither token ids nor a text with the number of its tokens: serve the "
+                    "target by vLLM (0.10.2 or later), SGLang or llama.cpp, or leave teacher.engine.urls out"
                 )
             (ids,) = continuation_ids(self.tokenizer, [text])
             again = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             if count - len(ids) not in (0, int(stopped)) or again.strip(" ") != text.strip(" "):
                 self.inexact += 1
                 return []
-        if unknown := foreign(ids, self.vocab, "an answer of the engine holds"):
+        if unknown := foreign(ids, self.vocab, f"an answer of {answer['url']} holds"):
             raise UserError(unknown)
         return [*ids, self.end] if stopped and ids and not any(token in self.ends for token in ids) else ids
 

@@ -1,6 +1,7 @@
 """Whether a serving engine says of the target what its files say: on a few texts, by layer and position."""
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import NormalDist
 
@@ -18,8 +19,9 @@ from distill.networks.lm_head import LMHead
 from distill.networks.models import rows_at_once
 
 FIRST = 64  # answers that are looked at before any is kept
-TOKENS_LOOKED_AT = 64  # of an answer, at equal distances
-ERRORS, SLACK = 4.5, 0.015  # standard errors, and log-probability a token: see `AnswerCheck`
+EVERY = 8  # of so many tokens of later answers one is looked at
+# standard errors, log-probability a token, and of all tokens, and greedy tokens that are others: see `AnswerCheck`
+ERRORS, SLACK, FEW, MISSES = 4.5, 0.015, 25.0, 8
 TOP_K = 20  # the cut that many models' own settings have, and a server may apply
 TIE = 2**-6  # of the largest logit: logits as close as this are one number in 16 bits
 LEAST = -100.0  # log-probability of what a model excludes
@@ -76,49 +78,54 @@ def last_logits(parts: PreTrainedModel, states: Tensor) -> Tensor:
     return head(final_norm(parts)(states[:, -1].to(head.linear.weight))).float()
 
 
+class NoSamples(UserError):
+    """Answers are no samples of the target; ``kept``: they are on disk, and may have been learned from."""
+
+    kept = False
+
+
 class AnswerCheck:
     """Whether the answers of servers are samples of the target, by the sum of their log-probabilities.
 
     Of a token x, f(x) is its log-probability at the answers' temperature, and q is what it is drawn from, which top_p
-    cuts. Σ f(x) − E_q[f] has the variance Σ Var_q[f] if servers draw from q, and is refused `ERRORS` standard errors
-    and `SLACK` a token away from 0, which leaves room for the rounding of another number format. Greedy answers are
-    refused where too few tokens are the target's most probable one. Tokens that end a text count as one: servers leave
-    out which of them it was.
+    cuts. Σ f(x) − E_q[f] has the variance Σ Var_q[f] if servers draw from q. It is refused where it is further from 0
+    than `ERRORS` standard errors, `SLACK` a token for the rounding of another number format, and `FEW` together.
+    Greedy answers are refused where too few tokens are the target's most probable one. Tokens that end a text count as
+    one: servers leave out which of them it was.
 
     Args:
         warp: Temperature and top_p of the answers.
         ends: Ids that end them.
         quantised: Whether one of the two computes with weights in few bits.
+        every: Of so many tokens one is looked at. It is a constant, since a choice that depended on how long an answer
+            gets would be biased.
         most: Texts that are looked at; those that come after them have been looked at before.
+        kept: Whether they are on disk already.
         say: Is told of the first outcome.
-        kept: The folder in which they are kept already.
     """
 
     def __init__(
-        self, warp: LogitsWarper, ends: Sequence[int], *, quantised: bool, most: int, say: Callable[[str], None],
-        kept: Path | None = None,
+        self, warp: LogitsWarper, ends: Sequence[int], *, quantised: bool, every: int, most: float, kept: bool,
+        say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.warp, self.ends, self.most, self.say, self.kept = warp, list(ends), most, say, kept
+        self.warp, self.every, self.most, self.kept, self.say = warp, every, most, kept, say
+        self.ends = torch.tensor(list(ends), dtype=torch.long)
         self.slack = SLACK * (5 if quantised else 1)
         self.sums: Tensor | None = None  # on the device: texts would wait for it otherwise
         self.texts, self.told = 0, False
 
     @torch.no_grad()
     def add(self, head: LMHead, hidden: Tensor, tokens: Tensor, texts: int) -> None:
-        """Look at answers.
+        """Look at answers: the target's output head, its last hidden states before each token and all tokens.
 
-        Args:
-            head: The target's output head.
-            hidden: Last hidden states before each token ``[tokens, width]``.
-            tokens: Of all answers ``[tokens]``.
-            texts: Number of the answers; at most `TOKENS_LOOKED_AT` tokens of each are looked at.
+        ``hidden`` is ``[tokens, width]``, ``tokens`` ``[tokens]``, of so many answers.
         """
-        if self.texts >= self.most or not len(tokens):
+        if self.texts >= self.most:
             return
-        every, weight = 1 + len(tokens) // (TOKENS_LOOKED_AT * max(1, texts)), head.linear.weight
-        count = rows_at_once(head.vocab, weight.device)
+        weight = head.linear.weight
+        count, self.ends = rows_at_once(head.vocab, weight.device), self.ends.to(weight.device)
         self.texts += texts
-        for states, drawn in zip(hidden[::every].split(count), tokens[::every].split(count)):
+        for states, drawn in zip(hidden[:: self.every].split(count), tokens[:: self.every].split(count)):
             logits = head(states.to(weight.device, torch.promote_types(states.dtype, weight.dtype))).float()
             sums = self.measured(logits, drawn.to(weight.device)[:, None])
             self.sums = sums if self.sums is None else self.sums + sums
@@ -130,14 +137,12 @@ class AnswerCheck:
         and variance of the former if servers cut the distribution to its `TOP_K` most probable ids.
         """
         if self.warp.greedy:
-            if self.ends:
-                logits[:, self.ends] = logits[:, self.ends].amax(-1, keepdim=True)
+            logits[:, self.ends] = logits[:, self.ends].amax(-1, keepdim=True)
             top = logits.amax(-1)
             hits = logits.gather(1, drawn)[:, 0] >= top - TIE * top.abs()
             return torch.stack([hits.new_ones(hits.shape).sum(), hits.sum()]).double()
         log_p = (logits / self.warp.temperature).log_softmax(-1).clamp_min(LEAST)
-        if self.ends:
-            log_p[:, self.ends] = log_p[:, self.ends].logsumexp(-1, keepdim=True)
+        log_p[:, self.ends] = log_p[:, self.ends].logsumexp(-1, keepdim=True)
         q = self.warp(logits)
         mean, variance = _moments(q, log_p)
         best, ids = q.topk(min(TOP_K, q.shape[1]))
@@ -150,30 +155,35 @@ class AnswerCheck:
         """Refuse answers that do not fit, once there are as many as ``least`` or all; waits for the device.
 
         Raises:
-            UserError: They are no samples of the target, with how far they are away.
+            NoSamples: They are no samples of the target, with how far they are away.
         """
         if self.sums is None or self.texts < min(least, self.most):
             return
         count, away, *rest = self.sums.tolist()
+        if not isfinite(away):
+            return  # which is refused where such states are kept or trained on
         if self.warp.greedy:
             share, right = 1 - 2 * self.slack, away / count
-            fits = right >= share - ERRORS * (share * (1 - share) / count) ** 0.5
+            fits = right >= share - ERRORS * (share * (1 - share) / count) ** 0.5 - MISSES / count
             found = f"{right:.1%} of {count:.0f} tokens are the target's most probable ones"
             expected = f"at least {share:.0%}"
         else:
             variance, cut, cut_variance = rest
-            limit = ERRORS * variance**0.5 + self.slack * count
+            limit = ERRORS * variance**0.5 + self.slack * count + FEW
             fits = abs(away) <= limit
             found = f"the log-probabilities of {count:.0f} tokens are {away / count:+.3f} a token from what is expected"
             power = NormalDist().cdf((abs(cut) - limit) / max(cut_variance, 1e-9) ** 0.5)
-            expected = f"at most {limit / count:.3f}; a server with top_k {TOP_K} would be found with {power:.1%}"
+            expected = f"at most {limit / count:.3f}; servers with top_k {TOP_K} would be found with {power:.1%}"
         if not fits:
-            raise UserError(
+            error = NoSamples(
                 f"what the servers answered (temperature {self.warp.temperature:g}, top_p {self.warp.top_p:g}) are no "
                 f"samples of the target: of {self.texts} answers {found} ({expected}). Serve the target's own weights, "
                 "without settings of sampling that the server has itself (vLLM with --generation-config vllm)"
-                + (f"; then delete {self.kept}, where they are kept" if self.kept else "")
+                + "; the answers, and what learned from them, are removed"
+                * self.kept
             )
+            error.kept = self.kept
+            raise error
         if not self.told:
             self.say(f"of the first {self.texts} answers {found} ({expected})")
         self.told = True

@@ -27,7 +27,7 @@ Answer = dict[str, Any]
 TRIES, PAUSE = 7, 0.5  # of a request or a server; seconds before the second try, doubled before each further one
 WAITING = 20  # tries of a server that has too much to do
 AGAIN = 60.0  # seconds until a server that has failed too often in a row is tried again
-ANSWER, CONNECT = 600.0, 10.0  # seconds in which a prompt is answered, and a connection is made
+ANSWER, CONNECT, LISTING = 600.0, 10.0, 30.0  # seconds in which a prompt is answered, a connection made, models named
 TRANSIENT = {408, 409, 425}  # and from 500 on: statuses that another try may change
 START = "start it with the target (docs/engines.md)"
 SLOW = "it has too much to do: lower teacher.engine.in_flight"
@@ -108,7 +108,7 @@ class Engine:
                 self._failed(server, failure, time.monotonic())
 
     def close(self) -> None:
-        """Close the connections, so that requests in flight end, and say what each of several servers gave."""
+        """Ask for nothing more, close what is open, and say what each of several servers gave."""
         with self.free:
             self.closed = True
             self.free.notify_all()
@@ -119,7 +119,7 @@ class Engine:
                 self.say(f"{server.url} gave {server.answers:,} answers{failed}")
 
     def complete(self, ids: Sequence[int], tries: int = TRIES, **how: Any) -> Answer:
-        """The answer of a server: its ``choices[0]``, with what else stands in it.
+        """The answer of a server: its ``choices[0]``, with what else stands in it, and its ``url``.
 
         Raises:
             UserError: The request, or every server, fails after all tries; with what the server says and the next step.
@@ -129,21 +129,21 @@ class Engine:
             server = self._next(failed[-1:])
             began = time.monotonic()
             try:
-                answer, choice = self.request(server, "choices", "POST", "completions", body)
+                answer, choice = self.request(server, "choices", "completions", body)
                 self._answered(server)
-                return answer | choice
+                return answer | choice | {"url": server.url}
             except Failure as failure:
                 self._failed(server, failure, began)
                 failed += [server.url] * (failure.kind != "busy")
                 everywhere = all(each.lost or each.url in failed for each in self.servers)
-                if failure.kind == "refused" or (everywhere and len(failed) >= tries):
+                if everywhere and (failure.kind == "refused" or len(failed) >= tries):
                     raise _error(server, failure) from failure
             finally:
                 with self.free:
                     server.asked -= 1
                     self.free.notify_all()
 
-    def request(self, server: Server, key: str, method: str, path: str, body: Answer | None = None) -> Any:
+    def request(self, server: Server, key: str, path: str, body: Answer | None = None) -> Any:
         """An answer of a server, and the first of the list that it has under a key.
 
         Raises:
@@ -152,7 +152,10 @@ class Engine:
         if not server.name and path != "models":
             self._enter(server)
         try:
-            answer = server.client.request(method, path, json=body and body | {"model": server.name})
+            if body is None:
+                answer = server.client.get(path, timeout=LISTING)
+            else:
+                answer = server.client.post(path, json=body | {"model": server.name})
             if answer.status_code == 200:
                 values = answer.json()
                 return values, values[key][0]
@@ -171,7 +174,7 @@ class Engine:
         Raises:
             Failure: It does not say, or the model is another one or takes shorter texts.
         """
-        models = self.request(server, "data", "GET", "models")[0]["data"]
+        models = self.request(server, "data", "models")[0]["data"]
         try:
             name = model_name(models, self.names, server.url)
         except UserError as error:
@@ -212,9 +215,10 @@ class Engine:
     def _failed(self, server: Server, failure: Failure, began: float) -> None:
         """Leave a server alone for a while; requests that were in flight together fail as one."""
         with self.free:
-            server.last = failure
+            before, server.last = server.last and server.last.kind, failure
             if began >= server.pause_ends and failure.kind != "refused":
-                server.failures = TRIES if failure.kind == "lasting" else server.failures + 1
+                goes_on = (before == "busy") == (failure.kind == "busy")
+                server.failures = TRIES if failure.kind == "lasting" else server.failures * goes_on + 1
                 pause = AGAIN if server.lost else min(AGAIN, PAUSE * 2 ** (server.failures - 1))
                 pause = min(ANSWER, max(pause, failure.pause))
                 server.pause_ends = time.monotonic() + pause
@@ -241,7 +245,7 @@ def _failure(answer: httpx.Response) -> Failure:
     if status in (429, 503):
         return Failure(why, SLOW, "busy", float(pause) if pause.isdigit() else 0.0)
     if status in (400, 413, 422):
-        advice = "it does not take the request: start it with a longer --max-model-len, or lower data.max_length"
+        advice = "where its texts are too long, start it with a longer --max-model-len, or lower data.max_length"
         return Failure(why, advice, "refused")
     if status in (401, 403):
         return Failure(why, "put its key into OPENAI_API_KEY", "lasting")

@@ -76,7 +76,7 @@ def answered_texts(
     if original:
         read |= {"teacher.examples": None}
     target_key = (files_state([str(path)]) or str(path)) if record is None else record.fingerprint
-    key = fingerprint(target_key, run.corpus.fingerprint, read)
+    key = ranks.exchange(fingerprint(target_key, run.corpus.fingerprint, read))[0]
     splits = {"train": run.corpus.train if original else run.examples, "validation": run.validation}
     if from_target:
         assert path is not None

@@ -196,7 +196,13 @@ def test_the_share_of_a_server_that_dies_goes_to_the_other_until_it_is_back() ->
 
 def test_a_server_with_too_much_to_do_is_waited_for_however_often_it_says_so() -> None:
     """One request in four succeeds, so that some of 40 are refused more often than another failure may occur."""
-    with serving(lambda _, number: said([7]) if number % 4 == 0 else (429, {})) as (url, bodies):
+    statuses = dict.fromkeys(range(1, 12), 429) | {12: 500}  # and at first none, nor after a failure
+
+    def busy(_: dict[str, Any], number: int) -> Reply:
+        status = statuses.get(number, 200 if number % 4 == 0 else 429)
+        return said([7]) if status == 200 else (status, {})
+
+    with serving(busy) as (url, bodies):
         assert len(written(Engine([url], EngineSettings(in_flight=20)), [Job(i, [5], 8) for i in range(40)])) == 40
     assert len(bodies) >= 160
 
@@ -278,7 +284,8 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
     """The target is hardly trained, so that its distributions are flat, and a cut of them shows in few texts."""
     for place in ("distill.data.writing.FIRST", "distill.signal.target.FIRST"):
         monkeypatch.setattr(place, 8)
-    settings = answering(tmp_path, max_new_tokens=8, temperature=temperature)
+    monkeypatch.setattr("distill.run.EVERY", 1)
+    settings = answering(tmp_path, max_new_tokens=32, temperature=temperature)
     settings.teacher.signal = signal
     del settings.drafts["adaspec"]
     target, engine = Run(begun(settings)).load_target(), settings.teacher.engine
@@ -291,15 +298,17 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
         assert not answers_in(Run(settings))
     with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
-        with pytest.raises(UserError, match=r"no samples of the target: .*; then delete .*responses"):
+        with pytest.raises(UserError, match=r"no samples of the target: .*what learned from them, are removed"):
             run_tiny(settings)
-    shutil.rmtree(Run(settings).work / "responses")
+    left = {path.name for path in Run(settings).work.iterdir()}
+    assert "target.json" in left
+    assert not left & {"responses", "initial.json", "checkpoints-distillspec"}
     with serving(Answers(target)) as (url, _):
         engine.urls = [url]
         created, _, printed = run_tiny(settings)
-    assert created == ["distillspec"]
+    assert created == ["initial", "distillspec"]
     assert "of the first 8 answers" in printed
-    assert ("a server with top_k 20 would be found with 100.0%" in printed) == (temperature > 0)
+    assert ("servers with top_k 20 would be found with 100.0%" in printed) == (temperature > 0)
     settings.training.steps, engine.urls = 11, ["http://127.0.0.1:9/v1"]
     assert run_tiny(settings)[0] == ["distillspec"]  # what is finished needs no server
 
