@@ -266,8 +266,10 @@ def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_th
     system = Method("", ModelDrafter(draft, LogitsWarper(), 5), StopRule(3), JensenShannon(unwarped=True))
     text = decode(target, system, LogitsWarper(), [0], max_new_tokens=12)
     assert len(text.rounds) > 2
+    length = 1  # of the prompt, and of what the rounds have written
     for r in text.rounds:
-        texts = [text.ids[: r.length] + r.draft.ids[:i] for i in range(r.tested)]
+        texts = [text.ids[:length] + r.draft.ids[:i] for i in range(r.tested)]
+        length += len(r.new)
         wanted = [
             js_distance(*(next_logits(runner, ids).float().softmax(-1) for runner in (target, draft))).item()
             for ids in texts

@@ -88,7 +88,10 @@ def main(target: str, drafts: list[str], file: str, prompt: str) -> None:
     rounds: dict[str, dict[int, tuple[Round, Seen]]] = {}
     for (kind, (method, *_)), draft in zip(KINDS.items(), drafts):
         generation = start(GenerateSettings(target=target, draft=draft, method=method, draft_length=LENGTH), prompt)
-        rounds[kind] = {r.length: (r, seen) for r, seen in watch(generation) if not r.cut}
+        rounds[kind], begin = {}, len(generation.prompt)
+        for r, seen in watch(generation):
+            rounds[kind] |= {} if r.cut else {begin: (r, seen)}
+            begin += len(r.new)
     common = set.intersection(*map(set, rounds.values()))
     accepted = {place: [made[place][0].accepted for made in rounds.values()] for place in sorted(common)}
     shown = {place: (max(m) - min(m), -sum(m)) for place, m in accepted.items() if min(m) < LENGTH}

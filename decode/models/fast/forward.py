@@ -33,6 +33,7 @@ from decode.models.fast.weights import Linears, half_scale
 from decode.models.huggingface import facts_of
 
 Placed = OneText | RaggedBatch
+LOOKED_UP = 1 << 23  # most bytes of the first layer's queries, keys and values that are computed once, for all tokens
 ROOM = 1.5  # memory that has to be free before a large model's weights are copied, in their sizes
 
 
@@ -52,6 +53,19 @@ class FastForward:
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         self.cache = KVCache(len(self.layers), self.shape.kv_heads, self.shape.width, weights.embedding)
         self._extend_rotary(LEAST)
+
+    @cached_property
+    def first_qkv(self) -> Tensor | None:
+        """Queries, keys and values of the first layer by token ``[vocab, rows of qkv]``, which depend on nothing else.
+
+        None where they would take more than `LOOKED_UP` bytes: only a small model has few other operations.
+        """
+        layer, table = self.layers[0], self.weights.embedding
+        small = len(table) * layer.qkv.rows * table.element_size() <= LOOKED_UP
+        if not self.shape.tuned or layer.norm2 is None or not small:
+            return None
+        with torch.inference_mode():
+            return layer.qkv(layer.norm1(self.embed(torch.arange(len(table), device=self.device))))
 
     def _extend_rotary(self, positions: int) -> None:
         """Hold rotary factors for so many positions."""
@@ -107,7 +121,8 @@ class FastForward:
         """All layers on tokens; their last states, and the captured ones side by side (see `Model.forward`)."""
         x, count = self.embed(tokens), len(self.layers)
         if not capture:
-            return self.run(x, 0, count, placed), None
+            qkv = None if self.first_qkv is None else self.first_qkv.index_select(0, tokens)
+            return self.run(x, 0, count, placed, qkv), None
         done, kept = 0, []
         for layer in capture:
             x = self.run(x, done, layer, placed)
