@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from decode.errors import UserError
-from decode.models.open import files_of, stop_ids
+from decode.models.open import stop_ids
 from distill import ranks
 from distill.config.base import refuse
 from distill.data.dataset import Examples
@@ -90,7 +90,7 @@ def check_engine(run: Run) -> None:
     unanswered = teacher.served and not any((run.work / "responses").rglob(ANSWERED))
     kept = teacher.engine.keep and any((run.work / "signals").rglob("*.safetensors"))
     if unanswered and not teacher.in_engine:
-        ends = stop_ids(files_of(run.served_folder), run.tokenizer)
+        ends = stop_ids(run.served_files, run.tokenizer)
         run.servers(run.tokenizer, ends, ends[0]).ids(run.engine.complete([ends[0]], max_tokens=1, temperature=0.0))
     if teacher.in_engine and (unanswered or not kept):
         if teacher.engine.local:

@@ -283,17 +283,16 @@ class Run:
 
     def servers(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], end: int) -> Served:
         """The engine as a writer of texts that end with these ids: see `Served`."""
-        config = files_of(self.served_folder, trust_remote_code=self.settings.target.trust_remote_code).config
-        return Served(self.engine, tokenizer, ends, end, config.get_text_config().vocab_size, self.settings.seed)
+        vocab = self.served_files.config.get_text_config().vocab_size
+        return Served(self.engine, tokenizer, ends, end, vocab, self.settings.seed)
 
     def answer_check(self, *, kept: bool, most: float = inf) -> AnswerCheck:
         """What looks at servers' answers: at the first ones, or at those that are ``kept``, of texts at ``most``."""
         how, target = self.settings.teacher.responses, self.settings.target
-        files = files_of(self.served_folder, trust_remote_code=target.trust_remote_code)
-        packed = target.quantization or getattr(files.config, "quantization_config", None)
+        packed = target.quantization or getattr(self.served_files.config, "quantization_config", None)
         return AnswerCheck(
             LogitsWarper(how.temperature, top_p=how.top_p),
-            stop_ids(files, self.tokenizer),
+            stop_ids(self.served_files, self.tokenizer),
             quantised=bool(packed) or any("--quantization" in each for each in self.settings.teacher.arguments),
             every=EVERY if kept else 1,
             most=most,
@@ -321,6 +320,11 @@ class Run:
     def served_folder(self) -> Path:
         """The folder of the target, before its stage too where that takes it as it is."""
         return source_folder(str(self.settings.target.model)) if self.as_it_is else self.target
+
+    @cached_property
+    def served_files(self) -> Any:
+        """Configurations of the target in `served_folder`: see `decode.models.open.files_of`."""
+        return files_of(self.served_folder, trust_remote_code=self.settings.target.trust_remote_code)
 
     @cached_property
     def target_config(self) -> Any:

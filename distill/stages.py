@@ -24,7 +24,7 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.chat import IGNORE, Ids
+from distill.data.chat import Ids
 from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.engine.check import AnswerCheck, NoSamples
 from distill.files import fingerprint, link, remove, save_tokenizer
@@ -46,7 +46,7 @@ from distill.networks.models import (
     weights_dtype,
 )
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import LEARNED, answered_texts
+from distill.responses.target import answered_texts, examples_of
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
@@ -276,9 +276,7 @@ def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
 
     def check(answers: Sequence[tuple[Ids, Ids]]) -> None:
         looks, signal = first()
-        texts = {"input_ids": [prompt + ids for prompt, ids in answers]}
-        labels = {"labels": [[IGNORE] * len(prompt) + ids for prompt, ids in answers]}
-        rows = Examples.of(Dataset.from_dict(texts | labels, features=LEARNED))
+        rows = examples_of(answers)
         for numbers in () if looks.told else by_tokens(rows.lengths, TOKENS):
             batch = rows.batch(numbers)
             looks.add(signal.all_ids, signal.source(batch)[0], label_tokens(batch), len(numbers))

@@ -61,16 +61,16 @@ Check = Callable[[Sequence[tuple[Ids, Ids]]], None]
 
 
 def first_checked(write: Write, check: Check | None, jobs: Iterable[Job]) -> Iterator[tuple[int, Ids]]:
-    """Continues texts as ``write`` does, whose first `FIRST` are given away once they have been checked."""
+    """Continues texts as ``write`` does, but gives the first `FIRST` away once they have been checked."""
     coming, written, failure = iter(jobs), list[tuple[int, Ids]](), None
-    prompts = {job.number: job for job in islice(coming, FIRST)}
+    first = {job.number: job for job in islice(coming, FIRST)}
     try:
-        for text in write(prompts.values()):
+        for text in write(first.values()):
             written.append(text)
     except UserError as error:
         failure = error
     if check is not None:
-        check([(prompts[number].ids, ids) for number, ids in written if ids])
+        check([(first[number].ids, ids) for number, ids in written if ids])
     yield from written
     if failure is not None:
         raise failure

@@ -179,8 +179,7 @@ class AnswerCheck:
                 f"what the servers answered (temperature {self.warp.temperature:g}, top_p {self.warp.top_p:g}) are no "
                 f"samples of the target: of {self.texts} answers {found} ({expected}). Serve the target's own weights, "
                 "without settings of sampling that the server has itself (vLLM with --generation-config vllm)"
-                + "; the answers, and what learned from them, are removed"
-                * self.kept
+                f"{'; the answers, and what learned from them, are removed' if self.kept else ''}"
             )
             error.kept = self.kept
             raise error

@@ -185,10 +185,10 @@ class Engine:
             raise Failure(why, f"start it with --max-model-len {self.length}, or lower data.max_length", "lasting")
         server.name = name
 
-    def _next(self, but: Collection[str] = ()) -> Server:
+    def _next(self, avoided: Collection[str] = ()) -> Server:
         """A server that may be asked now, the one with the fewest requests in flight; waits for one.
 
-        Those at the addresses ``but`` are asked if there is no other one.
+        Those at the addresses ``avoided`` are asked if there is no other one.
 
         Raises:
             UserError: All have failed too often.
@@ -200,7 +200,7 @@ class Engine:
                     raise _error(server, server.last or Failure("it was closed", START))
                 now, room = time.monotonic(), [server for server in self.servers if server.asked < self.most]
                 if ready := [server for server in room if server.pause_ends <= now]:
-                    server = min(ready, key=lambda server: (server.url in but, server.asked))
+                    server = min(ready, key=lambda server: (server.url in avoided, server.asked))
                     server.asked += 1
                     return server
                 self.free.wait(min((server.pause_ends - now for server in room), default=None))

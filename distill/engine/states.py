@@ -76,10 +76,11 @@ class StateFiles:
         for number in range(1, tries + 1):
             answer = self.engine.complete(ids, **how, **self.protocol.request(several=several))
             try:
-                read = [*ids, *(answer["token_ids"][:-1] if several else [])]
+                read = [*ids, *((answer.get("token_ids") or [])[:-1] if several else [])]
                 return answer, self.protocol.take(answer, read, self.layers)
             except Retry as error:
                 why = str(error)
-                self.engine.say(f"the engine {why}; asked again, try {number} of {tries}")
-                time.sleep(PAUSE * 2 ** (number - 1) * (number < tries))
+                if number < tries:
+                    self.engine.say(f"the engine {why}; asked again, failure {number} of {tries}")
+                    time.sleep(PAUSE * 2 ** (number - 1))
         raise UserError(f"the engine of the target {why}. It was asked {tries} times. {KEPT}")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from datasets import Dataset
 
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
@@ -18,9 +17,9 @@ from decode.writing import uniform_draws
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
-from distill.data.chat import IGNORE, Ids
+from distill.data.chat import Ids
 from distill.data.dataset import Batch, Examples, Picks, Schedule
-from distill.responses.target import LEARNED
+from distill.responses.target import examples_of
 
 Writer = Callable[..., list[Ids]]
 """Continues prompts with the draft's weights of the moment; called as `decode.writing.write_texts`."""
@@ -80,9 +79,7 @@ class OnPolicy:
             self.window, self.texts = window, [parts[i % world][i // world] for i in range(len(places))]
         # one that was cut by its budget has no end-of-text token, and so none is learned
         answers = [until_end(text, self.stop_ids) for text in self.texts]
-        labels = [[IGNORE] * len(prompt) + answer for prompt, answer in zip(prompts, answers)]
-        rows = {"input_ids": [[*prompt, *answer] for prompt, answer in zip(prompts, answers)], "labels": labels}
-        examples = Examples.of(Dataset.from_dict(rows, features=LEARNED))
+        examples = examples_of([*zip(prompts, answers)])
         return {place: (examples, number) for number, place in enumerate(places)}
 
     def state_dict(self) -> Values:

@@ -89,6 +89,13 @@ def answered_texts(
     return splits["train"], splits["validation"], key
 
 
+def examples_of(answers: Sequence[tuple[Ids, Ids]]) -> Examples:
+    """The examples of prompts and their answers, which are their labels."""
+    labels = [[IGNORE] * len(prompt) + answer for prompt, answer in answers]
+    rows = {"input_ids": [[*prompt, *answer] for prompt, answer in answers], "labels": labels}
+    return Examples.of(Dataset.from_dict(rows, features=LEARNED))
+
+
 def ends_with(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None) -> int:
     """The id that ends an answer whose stop token an engine leaves out: the template's, if it writes prompts."""
     return end_token(tokenizer) if chat is None else chat.answer_end()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import build_tiny, in_double
 from heads import draft_of
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from plain_losses import plain_loss
 from rich.console import Console
@@ -454,7 +454,10 @@ def test_a_module_of_objects_is_read_from_its_checkpoint_with_the_same_objects(t
 
 
 def test_a_callback_that_needs_a_logger_finds_one_without_a_tracker(tiny, tmp_path) -> None:
-    fitted(next_tokens(tiny, 3), tmp_path, callbacks=[{"class_path": "LearningRateMonitor"}])
+    module = next_tokens(tiny, 3)
+    fitted(module, tmp_path, callbacks=[{"class_path": "LearningRateMonitor"}], extra={"log_every_n_steps": 1})
+    (monitor,) = (each for each in module.trainer.callbacks if isinstance(each, LearningRateMonitor))  # type: ignore[attr-defined]
+    assert monitor.lrs
 
 
 def test_sigterm_ends_after_the_step_and_the_training_goes_on_there(tiny, tmp_path) -> None:
