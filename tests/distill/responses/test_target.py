@@ -194,6 +194,12 @@ def test_the_share_of_a_server_that_dies_goes_to_the_other_until_it_is_back() ->
     assert any(line.startswith(f"{second} gave {len(others)} answers") for line in told)
 
 
+def test_a_request_that_one_server_refuses_is_asked_of_the_other() -> None:
+    with serving(lambda *_: (400, {})) as (first, _), serving(lambda *_: said([8])) as (second, _):
+        texts = written(Engine([first, second], EngineSettings(in_flight=1)), [Job(i, [5], 8) for i in range(4)])
+    assert texts == {i: [8, 2] for i in range(4)}
+
+
 def test_a_server_with_too_much_to_do_is_waited_for_however_often_it_says_so() -> None:
     """One request in four succeeds, so that some of 40 are refused more often than another failure may occur."""
     statuses = dict.fromkeys(range(1, 12), 429) | {12: 500}  # and at first none, nor after a failure
@@ -298,8 +304,11 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
         assert not answers_in(Run(settings))
     with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
-        with pytest.raises(UserError, match=r"no samples of the target: .*what learned from them, are removed"):
+        with pytest.raises(
+            UserError, match=r"no samples of the target: .*what learned from them, are removed"
+        ) as refused:
             run_tiny(settings)
+    assert any(entry.name == "check_finite" for entry in refused.traceback) == (signal == "online")  # in the training
     left = {path.name for path in Run(settings).work.iterdir()}
     assert "target.json" in left
     assert not left & {"responses", "initial.json", "checkpoints-distillspec"}
