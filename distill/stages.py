@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.files import read_json
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DRAFT_IDS, DraftHead
 from decode.models.heads.files import save_head
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
@@ -139,6 +139,7 @@ def _make(run: Run, stage: str, key: str) -> None:
             result = untrained_head(run, key)
         elif stage in ("target", "initial"):
             result = language_model(run, stage, key)
+            result = trimmed(run, result) if stage == "initial" and run.settings.student.draft_vocab else result
         else:
             result = distil(run, stage, key)
         run.put(stage, result.record, partial(result.save, run.tokenizer))
@@ -168,13 +169,18 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     else:  # a draft with as many ids as the target's embedding can be served without padding
         vocab = len(tokenizer)
         if stage != "target":
-            config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
-            vocab = int(config.get_text_config().vocab_size)
+            vocab = target_vocab(run)
         model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
     record = new_record(run, key, model)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer))
     return train_language_model(run, stage, settings, model, record)
+
+
+def target_vocab(run: Run) -> int:
+    """Return how many ids the finished target knows."""
+    config = AutoConfig.from_pretrained(run.target, trust_remote_code=run.settings.target.trust_remote_code)
+    return int(config.get_text_config().vocab_size)
 
 
 def new_record(run: Run, key: str, model: torch.nn.Module) -> StageRecord:
@@ -215,6 +221,23 @@ def train_language_model(
     return StageResult(record, ready_to_save(model, run.tokenizer))
 
 
+def frequent_ids(run: Run, vocab: int) -> torch.Tensor:
+    """Return the ids that the draft will draft, of the first ``vocab``."""
+    ids, share = frequent(Examples.of(texts_of_run(run)[0]), cast(int, run.settings.student.draft_vocab), vocab)
+    run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
+    return ids
+
+
+def trimmed(run: Run, result: StageResult) -> StageResult:
+    """Return a draft model whose configuration names the ids that it drafts; its output head keeps all rows."""
+    model, student = cast(Any, result.model), run.settings.student
+    if isinstance(model, Path):
+        model = load_model(model, device="cpu", dtype=student.dtype, trust_remote_code=student.trust_remote_code)
+    vocab = min(len(model.get_output_embeddings().weight), target_vocab(run))
+    setattr(model.config, DRAFT_IDS, frequent_ids(run, vocab).tolist())
+    return replace(result, model=model)
+
+
 def untrained_head(run: Run, key: str) -> StageResult:
     """Return a head for the target, with its vocabulary: from a given one, or the target's weights (not EAGLE-1)."""
     settings, target, seed = run.settings.student, run.target_parts(), run.settings.seed
@@ -225,10 +248,7 @@ def untrained_head(run: Run, key: str) -> StageResult:
         return StageResult(new_record(run, key, head), head)
     head = settings.draft.create(target, run.tokenizer, settings, seed)
     if head.reduced:
-        rows = Examples.of(texts_of_run(run)[0])
-        ids, share = frequent(rows, int(head.config.draft_vocab_size), int(head.config.vocab_size))
-        head.set_vocabulary(ids)
-        run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
+        head.set_vocabulary(frequent_ids(run, int(head.config.vocab_size)))
     if settings.draft.from_target:
         left = start_from_target(head, target)
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
@@ -285,8 +305,8 @@ def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     return answered_texts(run, arrivals=arrivals if keeps else None, check=check)
 
 
-def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[], EngineStates]]:
-    """Return the target's signal for a head (None: before it is made, or a language model), and an engine's states.
+def target_signal(run: Run, draft: Any) -> tuple[Signal, Callable[[], EngineStates]]:
+    """Return the target's signal for a draft (None: before it is made), and an engine's states.
 
     The target of this process, or the engine, is opened at the first batch of which states are asked for, but with
     ``teacher.signal`` online at once.
@@ -305,7 +325,7 @@ def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[]
     named = student.model is not None and not student.draft.head
     vocab = int(config_of(student, 0).get_text_config().vocab_size) if named else None
     signal = Signal(
-        parts, teacher.kept, head, None if beside else source, layers=layers, vocab=vocab, k=teacher.signal_k,
+        parts, teacher.kept, draft, None if beside else source, layers=layers, vocab=vocab, k=teacher.signal_k,
         dtype=teacher.number_format(dtype),
     )  # fmt: skip
     signal.to(run.device)
@@ -338,7 +358,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         if count > 1:  # else the only one serves both
             validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
     learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
-    signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
+    signal, _ = target_signal(run, draft.model)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
     if served:

@@ -16,7 +16,7 @@ from decode.errors import UserError, first_line
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DraftHead, draft_ids, some_outputs
 from decode.models.heads.kinds import HEADS
 from decode.models.huggingface import CACHES, HuggingFaceRunner, arguments_of
 from decode.models.sources import decoder_of
@@ -101,10 +101,16 @@ def _unserved(model: PreTrainedModel, reason: str) -> UserError:
 
 
 def open_draft_runner(draft: PreTrainedModel | DraftHead, target: PreTrainedModel, pack: str = "off") -> Model:
-    """The runner of a draft model or of a head."""
+    """The runner of a draft model or of a head; of a draft model's output head only the rows that it drafts are read."""
     if isinstance(draft, DraftHead):
         return HEADS[draft.version].runner(draft, target, pack)
-    return open_runner(draft, pack=pack, draft=True)
+    if (ids := draft_ids(draft)) is None:
+        return open_runner(draft, pack=pack, draft=True)
+    trimmed, head = twin_of(draft), draft.get_output_embeddings()
+    trimmed.set_output_embeddings(some_outputs(head, ids))
+    runner = open_runner(trimmed, pack=pack, draft=True)
+    runner.vocab_size, runner.columns = len(head.weight), ids
+    return runner
 
 
 @dataclass

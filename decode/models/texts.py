@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from decode.files import Fields
 from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import DraftHead, FeatureHead, finish_of, finished, output_head
+from decode.models.heads.eagle import DraftHead, FeatureHead, draft_ids, finish_of, finished, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import states_of
@@ -133,13 +133,14 @@ def _blocks(
 
 
 def rows_of(draft: Any, logits: Tensor, vocab: int, at: slice) -> Tensor:
-    """A draft's logits of the last of these tokens for all of them, a head's in the target's vocabulary.
+    """A draft's logits of the last of these tokens for all of them, in the target's vocabulary where it drafts some ids.
 
     Tokens before them get an impossible row: all −inf except the first id.
     """
+    ids = draft_ids(draft)
     if not isinstance(draft, DraftHead):
-        return logits
-    found = in_target(logits, draft.draft_ids(), vocab)
+        return logits if ids is None else in_target(logits[:, ids], ids, vocab)
+    found = in_target(logits, ids, vocab)
     missing = found.new_full((at.stop - at.start - len(found), vocab), -torch.inf)
     missing[:, 0] = 0.0
     return torch.cat([missing, found])

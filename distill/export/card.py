@@ -15,7 +15,7 @@ from decode.files import read_json, write_json, write_text
 from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DraftHead, draft_ids
 from decode.models.heads.files import unserved
 from distill.kinds.kind import TOKEN_MAP, of_model
 
@@ -96,7 +96,7 @@ def describe(
         "unserved": reasons,
     }
     if not isinstance(model, DraftHead):
-        return facts
+        return facts | {"draft_vocabulary": None if (ids := draft_ids(model)) is None else len(ids)}
     kind = of_model(model)
     return facts | {
         "kind": kind.served,
