@@ -256,7 +256,6 @@ class DistillData:
     signal: Signal  # the target's distributions, and the features that a head reads
     train: Examples  # if the draft writes texts itself, without columns
     validation: Examples  # for comparing checkpoints
-    held: Examples | None  # others, by which a confidence head is calibrated
     complete: Callable[[Batch], Batch]  # computes the same columns of a batch with texts that were just written
     expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
@@ -330,14 +329,8 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     """
     served, precision = run.settings.teacher.in_engine, run.settings.trainer.precision
     train_rows, validation_rows, texts = texts_of_run(run)
-    train, validation, held = Examples.of(train_rows), Examples.of(validation_rows), None
-    if draft.calibrated:
-        count = len(validation_rows)
-        first = min(3, count - 1)  # every fourth is held, and one where there are fewer
-        held = Examples.of(validation_rows.select(range(first, count, 4)))
-        if count > 1:  # else the only one serves both
-            validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
-    learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
+    train, validation = Examples.of(train_rows), Examples.of(validation_rows)
+    learned = [] if settings.on_policy else [train]
     signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
@@ -350,7 +343,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
     with working(run.console, f"the target's signal ({signal.kind})"):
         # of an engine whose states are not kept, those that are read again and again
-        stored = [*(() if online else learned), *(() if online and not served else judged)]
+        stored = [*(() if online else learned), *(() if online and not served else [validation])]
         if stored:
             keep_columns(kept(run.settings.student.kind, signal.columns), stored, signal.kept, expect)
         if stored and signal.ids is not None and INSIDE not in signal.columns:
@@ -375,7 +368,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
-    return DistillData(signal, train, validation, held, complete, expect if online else None)
+    return DistillData(signal, train, validation, complete, expect if online else None)
 
 
 def mean_tail(examples: Examples) -> float:
@@ -417,8 +410,6 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
-        run.line(line)
     return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 
 

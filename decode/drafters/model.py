@@ -355,6 +355,6 @@ class BlockDrafter(HeadDrafter):
             return Drafts(runner.likeliest(block), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
-            return runner.condition(block, at, texts, tokens, greedy=certain if watched else None)
+            return runner.condition(block, at, texts, tokens, confident=watched)
 
         return self.chains(requests, limits, step)
