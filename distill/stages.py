@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.files import read_json
-from decode.models.heads.eagle import DRAFT_IDS, DraftHead
+from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
@@ -139,7 +139,6 @@ def _make(run: Run, stage: str, key: str) -> None:
             result = untrained_head(run, key)
         elif stage in ("target", "initial"):
             result = language_model(run, stage, key)
-            result = trimmed(run, result) if stage == "initial" and run.settings.student.draft_vocab else result
         else:
             result = distil(run, stage, key)
         run.put(stage, result.record, partial(result.save, run.tokenizer))
@@ -154,13 +153,13 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     full, tokenizer = run.settings, run.tokenizer
     settings: ModelSettings = full.target if stage == "target" else full.student
     gives_tokenizer = stage == "target" and full.data.tokenizer is None  # that of the examples
-    trust = settings.trust_remote_code
+    trust, drafted = settings.trust_remote_code, None if stage == "target" else full.student.draft_vocab
     if settings.model is not None and not gives_tokenizer:  # its tokenizer has to mean the same by every id
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if not (gguf_file(settings.model) or round_to):
+        if not (gguf_file(settings.model) or round_to or drafted):
             return StageResult(StageRecord(key), source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
@@ -169,18 +168,16 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     else:  # a draft with as many ids as the target's embedding can be served without padding
         vocab = len(tokenizer)
         if stage != "target":
-            vocab = target_vocab(run)
+            config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
+            vocab = int(config.get_text_config().vocab_size)
         model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
+    if drafted:  # its output head keeps all rows, for engines
+        vocab = len(model.get_output_embeddings().weight)
+        model.config.draft_ids = frequent_ids(run, min(drafted, len(tokenizer)), vocab).tolist()
     record = new_record(run, key, model)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer))
     return train_language_model(run, stage, settings, model, record)
-
-
-def target_vocab(run: Run) -> int:
-    """Return how many ids the finished target knows."""
-    config = AutoConfig.from_pretrained(run.target, trust_remote_code=run.settings.target.trust_remote_code)
-    return int(config.get_text_config().vocab_size)
 
 
 def new_record(run: Run, key: str, model: torch.nn.Module) -> StageRecord:
@@ -221,21 +218,11 @@ def train_language_model(
     return StageResult(record, ready_to_save(model, run.tokenizer))
 
 
-def frequent_ids(run: Run, vocab: int) -> torch.Tensor:
-    """Return the ids that the draft will draft, of the first ``vocab``."""
-    ids, share = frequent(Examples.of(texts_of_run(run)[0]), cast(int, run.settings.student.draft_vocab), vocab)
+def frequent_ids(run: Run, count: int, vocab: int) -> torch.Tensor:
+    """Return so many of the first ``vocab`` ids, which the draft will draft."""
+    ids, share = frequent(Examples.of(texts_of_run(run)[0]), count, vocab)
     run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
     return ids
-
-
-def trimmed(run: Run, result: StageResult) -> StageResult:
-    """Return a draft model whose configuration names the ids that it drafts; its output head keeps all rows."""
-    model, student = cast(Any, result.model), run.settings.student
-    if isinstance(model, Path):
-        model = load_model(model, device="cpu", dtype=student.dtype, trust_remote_code=student.trust_remote_code)
-    vocab = min(len(model.get_output_embeddings().weight), target_vocab(run))
-    setattr(model.config, DRAFT_IDS, frequent_ids(run, vocab).tolist())
-    return replace(result, model=model)
 
 
 def untrained_head(run: Run, key: str) -> StageResult:
@@ -248,7 +235,7 @@ def untrained_head(run: Run, key: str) -> StageResult:
         return StageResult(new_record(run, key, head), head)
     head = settings.draft.create(target, run.tokenizer, settings, seed)
     if head.reduced:
-        head.set_vocabulary(frequent_ids(run, int(head.config.vocab_size)))
+        head.set_vocabulary(frequent_ids(run, int(head.config.draft_vocab_size), int(head.config.vocab_size)))
     if settings.draft.from_target:
         left = start_from_target(head, target)
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
@@ -276,7 +263,6 @@ class DistillData:
     signal: Signal  # the target's distributions, and the features that a head reads
     train: Examples  # if the draft writes texts itself, without columns
     validation: Examples  # for comparing checkpoints
-    held: Examples | None  # others, by which a confidence head is calibrated
     complete: Callable[[Batch], Batch]  # computes the same columns of a batch with texts that were just written
     expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
@@ -350,14 +336,8 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     """
     served, precision = run.settings.teacher.in_engine, run.settings.trainer.precision
     train_rows, validation_rows, texts = texts_of_run(run)
-    train, validation, held = Examples.of(train_rows), Examples.of(validation_rows), None
-    if draft.calibrated:
-        count = len(validation_rows)
-        first = min(3, count - 1)  # every fourth is held, and one where there are fewer
-        held = Examples.of(validation_rows.select(range(first, count, 4)))
-        if count > 1:  # else the only one serves both
-            validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
-    learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
+    train, validation = Examples.of(train_rows), Examples.of(validation_rows)
+    learned = [] if settings.on_policy else [train]
     signal, _ = target_signal(run, draft.model)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
@@ -370,7 +350,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
     with working(run.console, f"the target's signal ({signal.kind})"):
         # of an engine whose states are not kept, those that are read again and again
-        stored = [*(() if online else learned), *(() if online and not served else judged)]
+        stored = [*(() if online else learned), *(() if online and not served else [validation])]
         if stored:
             keep_columns(kept(run.settings.student.kind, signal.columns), stored, signal.kept, expect)
         if stored and signal.ids is not None and INSIDE not in signal.columns:
@@ -395,7 +375,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
-    return DistillData(signal, train, validation, held, complete, expect if online else None)
+    return DistillData(signal, train, validation, complete, expect if online else None)
 
 
 def mean_tail(examples: Examples) -> float:
@@ -437,8 +417,6 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
-        run.line(line)
     return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 
 

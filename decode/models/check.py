@@ -18,7 +18,8 @@ from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
 from decode.models.heads.eagle import DraftHead, draft_ids, some_outputs
 from decode.models.heads.kinds import HEADS
-from decode.models.huggingface import CACHES, HuggingFaceRunner, arguments_of
+from decode.models.huggingface import CACHES, RECURRENT, HuggingFaceRunner, arguments_of
+from decode.models.parallel import mask_of
 from decode.models.sources import decoder_of
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
@@ -101,15 +102,17 @@ def _unserved(model: PreTrainedModel, reason: str) -> UserError:
 
 
 def open_draft_runner(draft: PreTrainedModel | DraftHead, target: PreTrainedModel, pack: str = "off") -> Model:
-    """The runner of a draft model or of a head; of a draft model's output head only the rows that it drafts are read."""
+    """The runner of a draft model or of a head; of a draft model's output head those rows that it drafts are read."""
     if isinstance(draft, DraftHead):
         return HEADS[draft.version].runner(draft, target, pack)
-    if (ids := draft_ids(draft)) is None:
-        return open_runner(draft, pack=pack, draft=True)
-    trimmed, head = twin_of(draft), draft.get_output_embeddings()
-    trimmed.set_output_embeddings(some_outputs(head, ids))
-    runner = open_runner(trimmed, pack=pack, draft=True)
+    ids, head = draft_ids(draft), draft.get_output_embeddings()
+    if ids is not None:
+        draft = twin_of(draft)
+        draft.set_output_embeddings(some_outputs(head, ids))
+    runner = open_runner(draft, pack=pack, draft=True)
     runner.vocab_size, runner.columns = len(head.weight), ids
+    if runner.recurrent and mask_of(draft) is not None:
+        raise UserError(f"{runner.name} cannot draft several tokens in one forward: {RECURRENT}; remove its pard_token")
     return runner
 
 

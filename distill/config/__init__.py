@@ -266,8 +266,8 @@ class Settings:
              "of temperatures and of draft_lengths"),
             (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "
              "drafts.NAME.on_policy to 0, or teacher.responses.source to target"),
-            (on_policy and student.draft_vocab, "student.draft_vocab", "and on_policy has the draft write its own texts "
-             "of all tokens: set one of them to null"),
+            (on_policy and student.draft_vocab, "student.draft_vocab", "and on_policy has the draft write texts of all "
+             "tokens: set one of them to null"),
             (self.trainer.strategy in SHARDED and whole, "trainer.strategy", "which shards the weights and supports no "
              "heads, on_policy, layerskip and lora: set it to ddp"),
         )  # fmt: skip

@@ -379,16 +379,12 @@ def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
     return part
 
 
-DRAFT_IDS = "draft_ids"
-"""In the configuration of a draft model the ids that it drafts, ascending; without it these are all."""
-
-
 def draft_ids(draft: PreTrainedModel | DraftHead) -> Tensor | None:
-    """The target's ids of a draft's logits, ``[draft vocab]``; None: all of them."""
+    """The target's ids that a draft drafts, ascending, of a draft model by its configuration; None: all of them."""
     if isinstance(draft, DraftHead):
         return draft.draft_ids()
-    ids = getattr(draft.config, DRAFT_IDS, None)
-    return None if ids is None else torch.tensor(ids, device=draft.device)
+    ids = getattr(draft.config, "draft_ids", None)
+    return ids and torch.tensor(ids, device=draft.device)
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
