@@ -14,9 +14,11 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.files import read_json
+from decode.models.heads.block_config import mask_token
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
+from decode.models.parallel import mask_of
 from decode.models.sources import gguf_file
 from decode.progress import working
 from decode.writing import write_texts
@@ -156,24 +158,27 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     trust, drafted = settings.trust_remote_code, None if stage == "target" else full.student.draft_vocab
     if settings.model is not None and not gives_tokenizer:  # its tokenizer has to mean the same by every id
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
+    several, vocab = isinstance(settings, StudentSettings) and settings.steps > 1, len(tokenizer)
+    if stage != "target":  # a draft with as many ids as the target's embedding can be served without padding
+        config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
+        vocab = int(config.get_text_config().vocab_size)
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if not (gguf_file(settings.model) or round_to or drafted):
+        if not (gguf_file(settings.model) or round_to or several or drafted):
             return StageResult(StageRecord(key), source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
     elif isinstance(settings, StudentSettings) and settings.kind == "cut":
         model = cut(run.load_target("float32", "cpu"), settings.layers)
-    else:  # a draft with as many ids as the target's embedding can be served without padding
-        vocab = len(tokenizer)
-        if stage != "target":
-            config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
-            vocab = int(config.get_text_config().vocab_size)
+    else:
         model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
+    if several and mask_of(model) is None:
+        model.config.pard_token = mask_token(tokenizer, min(model.get_input_embeddings().num_embeddings, vocab))
+        run.line(f"drafts {full.student.steps} tokens in one forward; token {model.config.pard_token} is the mask")
     if drafted:  # its output head keeps all rows, for engines
-        vocab = len(model.get_output_embeddings().weight)
-        model.config.draft_ids = frequent_ids(run, min(drafted, len(tokenizer)), vocab).tolist()
+        vocab = min(len(model.get_output_embeddings().weight), vocab)
+        model.config.draft_ids = frequent_ids(run, drafted, vocab).tolist()
     record = new_record(run, key, model)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer))
