@@ -159,7 +159,7 @@ class BlockRunner(DraftHeadRunner):
     def condition(
         self, block: Block, slot: int, texts: Sequence[int], tokens: Tensor | None, *, confident: bool = False
     ) -> Out:
-        """A slot of some texts after the tokens before it, with logits over the target's vocabulary.
+        """A slot of some texts after the tokens before it.
 
         Args:
             block: of texts.
@@ -188,4 +188,4 @@ class BlockRunner(DraftHeadRunner):
                 logits = finished(self.bias.add_to(logits, m), *self.finish)
         if confident and head.confidence_head is not None:
             accepted = head.confidence_head(inputs).float()
-        return Out(self.expand(logits), hidden, accepted=accepted)
+        return Out(logits, hidden, accepted=accepted)
