@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from decode.models.api import Model
 from decode.models.huggingface import attending
@@ -23,7 +24,7 @@ def mask_of(draft: Any) -> int | None:
 
 
 @contextmanager
-def masked(tokens: Tensor, start: Tensor, slot: Tensor, mask: int) -> Iterator[dict[str, Tensor]]:
+def masked(tokens: Tensor, start: Tensor, slot: Tensor, mask: int | None) -> Iterator[dict[str, Tensor]]:
     """Within it, a model's forward with the inputs that are given reads texts, and behind them slots of many drafts.
 
     A slot sees the text up to the last token before its draft, and the slots of its draft up to itself.
@@ -36,10 +37,9 @@ def masked(tokens: Tensor, start: Tensor, slot: Tensor, mask: int) -> Iterator[d
     """
     texts, time = tokens.shape
     begin = torch.cat([torch.arange(time, device=tokens.device).expand(texts, -1), start], 1)
-    place = torch.cat([torch.zeros_like(tokens), slot], 1)
-    of_text, earlier = place[:, None] == 0, begin[:, None] <= begin[:, :, None]
-    own = (begin[:, None] == begin[:, :, None]) & (place[:, None] <= place[:, :, None])
-    allowed = torch.where(of_text, earlier, own)[:, None]  # by query and key
+    place = functional.pad(slot, (time, 0))
+    query, key = begin[:, :, None], begin[:, None]
+    allowed = ((place == 0)[:, None] & (key <= query)) | (key == query)  # attention is causal by position besides
     positions = (begin + place).clamp_max(time - 1)  # what follows a text's end is not asked for
-    with attending(allowed, positions):
-        yield {"input_ids": torch.cat([tokens, torch.full_like(start, mask)], 1), "position_ids": positions}
+    with attending(allowed[:, None], positions):
+        yield {"input_ids": functional.pad(tokens, (0, slot.shape[1]), value=mask), "position_ids": positions}

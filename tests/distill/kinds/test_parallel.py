@@ -27,22 +27,18 @@ from distill.signal.target import Signal
 MASK, STEPS = 47, 4
 
 
-@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
-def test_rows_are_those_of_a_forward_over_each_text_and_its_masks(family: str, few: bool, double, monkeypatch) -> None:
+def test_rows_are_those_of_a_forward_over_each_text_and_its_masks(family: str, double, monkeypatch) -> None:
     """Of texts with labels that a prompt interrupts and of one without; all at once, and in parts."""
     ids = [[3, 4, 5, 6, 7, 2, 9, 8], [2, 9, 5, 1], [4, 4, 3], [7, 1, 11, 0, 5, 10, 13, 8, 2]]
     labels = [[-100, *ids[0][1:5], -100, 9, 8], [-100, -100, 5, 1], [-100] * 3, [-100, -100, *ids[3][2:]]]
     batch, target, model = everything(from_lists(ids, labels)), double(family), in_double(double(family, seed=3))
     monkeypatch.setattr(model.config, "pard_token", MASK, raising=False)
     draft, signal = ParallelDraft(model, STEPS), Signal(target)
-    if few:
-        monkeypatch.setattr(parallel, "room", lambda _: 5000)
     batch = draft.indexed(batch)
-    parts = list(draft.every_row(batch, signal)) if few else [draft.rows(batch, signal)]
-    assert len(parts) > 2 or not few
+    drawn, parts = draft.rows(batch, signal), list(draft.every_row(batch, signal))
     places, found = [(text, at) for text, row in enumerate(labels) for at in range(1, len(row)) if row[at] >= 0], []
-    for rows in parts:
+    for rows in (*parts, drawn):
         assert rows.groups == rows.step.bincount(minlength=STEPS).tolist()
         assert rows.step.tolist() == sorted(rows.step.tolist())
         assert rows.mass == len(rows)
@@ -59,31 +55,25 @@ def test_rows_are_those_of_a_forward_over_each_text_and_its_masks(family: str, f
         (text, at, step) for text, at in places for step in range(STEPS)
         if at > step and all(token != IGNORE for token in labels[text][at - step : at])
     ]  # fmt: skip
-    assert sorted(found) == sorted(wanted)
+    every, some = found[: -len(drawn)], found[-len(drawn) :]
+    assert sorted(every) == sorted(wanted)
+    assert len({*some}) == len(some) < len(wanted)
+    assert {*some} < {*wanted}
 
 
 def test_slots_are_dropped_more_the_deeper_they_are_and_no_draft_has_a_gap(tiny, monkeypatch) -> None:
-    labels, (draft, steps) = np.arange(400), (None, 8)
-    model = tiny("llama")
+    labels, model, steps = np.arange(400), tiny("llama"), 8
     monkeypatch.setattr(model.config, "pard_token", MASK, raising=False)
     draft = ParallelDraft(model, steps)
-    lengths = np.stack([draft.drawn(labels, np.random.default_rng(seed))[1] for seed in range(40)])
+    lengths = np.stack([draft.lengths(labels, np.random.default_rng(seed)) for seed in range(40)])[:, :-1]
     assert (lengths >= 1).all()  # the first slot is that of an ordinary draft
-    inside = lengths[:, : 400 - steps]
     for step in range(1, steps):
-        assert (inside > step).mean() == pytest.approx(max(0.7**step, 0.2), abs=0.02)
-    batch = {"labels": torch.tensor(labels)[None]}
-    index = draft.index(batch, [np.random.default_rng(5)])
+        assert (lengths[:, :-step] > step).mean() == pytest.approx(max(0.7**step, 0.2), abs=0.02)
+    index = draft.index({"labels": torch.tensor(labels)[None]}, [np.random.default_rng(5)])
     assert len(index["step"]) == draft.share(labels, np.random.default_rng(5)) == lengths[5].sum()
     rows = set(zip((index["at"] - index["step"]).tolist(), index["step"].tolist()))
     assert len(rows) == len(index["step"])
     assert all((start, step - 1) in rows for start, step in rows if step)
-    assert len(draft.index(batch, None)["step"]) == sum(399 - step for step in range(steps))
-    monkeypatch.setattr(parallel, "DRAFTS", 10)  # of a long text
-    for chance in (None, np.random.default_rng(0)):
-        lengths = draft.drawn(labels, chance)[1]
-        assert len(lengths) == 399
-        assert 1 < sum(lengths > 1) <= 10
 
 
 def test_models_that_read_no_masked_slots_are_refused() -> None:
