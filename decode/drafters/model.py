@@ -108,6 +108,11 @@ class ModelDrafter(Drafter):
         """Drafts of at most these lengths, which are at least 1."""
         return self.chains(requests, limits, self.steps(requests))
 
+    def unseen(self, request: DraftRequest) -> bool:
+        """Whether the likeliest tokens are drafted and nothing looks at them while they are."""
+        watched = request.stop.confidence is not None or request.keep_logits or self.warp.needs_prefix
+        return (self.warp.greedy or not self.sample) and not watched
+
     def steps(self, requests: Sequence[DraftRequest]) -> Step:
         """Reads the next token of each sequence, first all that its cache lacks."""
         device, caches = self.runner.device, [request.state.cache for request in requests]
@@ -216,7 +221,7 @@ class ParallelDrafter(ModelDrafter):
 
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
         """Tokens are chosen from left to right, or all at once where nothing looks at them in between."""
-        warp, feeds, slots, end, most = self.warp, list[Ids](), list[int](), 0, max(limits)
+        feeds, slots, end, most = list[Ids](), list[int](), 0, max(limits)
         for request, limit in zip(requests, limits):
             feeds.append(self.unread(request) + [self.mask] * (limit - 1))
             end += len(feeds[-1])
@@ -226,10 +231,9 @@ class ParallelDrafter(ModelDrafter):
         for request in requests:
             request.state.cache.truncate(len(request.ids))
         logits, hidden = (x.index_select(0, at).unflatten(0, (-1, most)) for x in (out.logits, out.hidden))
-        watched = requests[0].stop.confidence is not None or requests[0].keep_logits
-        if warp.greedy and not (watched or warp.needs_prefix):
+        if self.unseen(requests[0]):
             rows = in_target(logits.flatten(0, 1), None, self.vocab)
-            return Drafts(warp.top(rows, None).view(-1, most), list(limits))
+            return Drafts(self.warp.top(rows).view(-1, most), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
             chosen = slice(None) if len(texts) == len(requests) else upload(texts, logits.device)
@@ -350,8 +354,7 @@ class BlockDrafter(HeadDrafter):
         runner, caches = self.runner, [request.state.cache for request in requests]
         block = runner.draft(caches, [request.ids[-1] for request in requests], limits)
         certain, watched = self.warp.greedy or not self.sample, requests[0].stop.confidence is not None
-        at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
-        if at_once and not (watched or self.warp.needs_prefix or requests[0].keep_logits):
+        if self.unseen(requests[0]) and (not runner.head.conditional or runner.head.candidates > 0):
             return Drafts(runner.likeliest(block), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:

@@ -17,7 +17,7 @@ from decode.models.heads.eagle import DraftHead, FeatureHead, finish_of, finishe
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import states_of
-from decode.models.parallel import mask_of, masked
+from decode.models.parallel import mask_of, masked, slots_of
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
 TOKENS = 4096  # most tokens of a forward, unless one text has more
@@ -114,20 +114,18 @@ def _states(
 
 def _slots(draft: PreTrainedModel, tokens: Tensor, depth: int) -> list[States]:
     """The states of a language model by depth: those of a PARD draft that begins after each token, or of the first."""
-    mask, (texts, time), slots = mask_of(draft), tokens.shape, torch.empty(0)
+    mask, found = mask_of(draft), dict[int, Tensor]()
     if mask is None or depth == 1:
         return [_states(draft, tokens)[0]]
     for part in range(depth):  # so that a forward reads no more than twice the tokens
-        begin, place = (
-            torch.arange(part, time, depth, device=tokens.device),
-            torch.arange(1, depth, device=tokens.device),
-        )
-        start, slot = (x.expand(texts, -1) for x in torch.cartesian_prod(begin, place).unbind(1))
-        with masked(tokens, start, slot, mask) as inputs:
+        lengths = (torch.arange(tokens.shape[1]) % depth == part) * depth
+        slots = {name: each.to(tokens.device) for name, each in slots_of(lengths.expand(tokens.shape)).items()}
+        with masked(tokens, slots["start"], slots["slot"], mask) as inputs:
             (states, to_logits), _ = _states(draft, **inputs)
-        slots = slots if part else states.new_zeros(texts, time, depth - 1, states.shape[2])
-        slots[:, part::depth] = states[:, time:].unflatten(1, (-1, depth - 1))
-    return [(each, to_logits) for each in (states[:, :time], *slots.unbind(2))]
+        for step, kept in enumerate(slots["kept"].view(depth, len(tokens), -1)):
+            every = found.setdefault(step, states.new_empty(*tokens.shape, states.shape[2]))
+            every[:, part::depth] = states.flatten(0, 1)[kept]
+    return [(each, to_logits) for each in found.values()]
 
 
 def _unrolled(

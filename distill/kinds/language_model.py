@@ -112,13 +112,9 @@ class LanguageModel(Kind):
 
     @override
     def rules(self, settings: Any) -> Rules:
-        several, implementation = settings.student.steps > 1, settings.trainer.attention
-        return [
-            (several and implementation not in ("auto", *IMPLEMENTATIONS), "trainer.attention", "and with "
-             f"student.unroll the draft learns masked slots: choose auto or one of {', '.join(IMPLEMENTATIONS)}"),
-            (several and settings.export.gguf, "export.gguf", "and llama.cpp reads no masked slots: leave it "
-             "empty, or set student.unroll to null"),
-        ]  # fmt: skip
+        wrong = settings.student.steps > 1 and settings.trainer.attention not in ("auto", *IMPLEMENTATIONS)
+        some = f"student.unroll needs masks of its own: choose auto or one of {', '.join(IMPLEMENTATIONS)}"
+        return [(wrong, "trainer.attention", f"and {some}")]
 
     @override
     def longest(self, student: Any, wanted: int) -> int:
