@@ -22,44 +22,39 @@ def mask_of(draft: Any) -> int | None:
     return token
 
 
-def slots_of(lengths: Tensor) -> dict[str, Tensor]:
-    """The slots of a draft after each token of texts, which has so many slots, ``[texts, time]``; on the host.
+def slots_of(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The layout of texts whose tokens are each followed by a draft of so many slots, ``[texts, time]``, on the host.
 
     Returns:
-        ``start`` and ``slot`` of all masked slots as `masked` takes them; of each slot, ordered by its place in the
-        draft, where its state is in ``kept``, the last token before its draft in ``begin``, and its place ``step``.
+        Of each token and of each masked slot behind the text the last token before its draft (of a token itself, of
+        what fills up ``time``) and its place in the draft, both ``[texts, width]``; and where the slots are among all
+        of these, ordered by their place.
     """
-    texts, time = lengths.shape
-    drafts = [(torch.arange(1, int(row.max()))[:, None] < row).nonzero() for row in lengths]
-    start = pad_sequence([draft[:, 1] for draft in drafts], batch_first=True, padding_value=time)
-    slot = pad_sequence([draft[:, 0] + 1 for draft in drafts], batch_first=True)
-    there = torch.cat([lengths > 0, start < time], 1).flatten().nonzero()[:, 0]
-    step, begin = functional.pad(slot, (time, 0)).flatten()[there], _begins(start, time).flatten()[there]
-    order = step.argsort(stable=True)
-    return {"start": start, "slot": slot} | {"kept": there[order], "begin": begin[order], "step": step[order]}
-
-
-def _begins(start: Tensor, time: int) -> Tensor:
-    """The last token before the draft of each token and masked slot of texts, of a token itself."""
-    return torch.cat([torch.arange(time, device=start.device).expand(len(start), -1), start], 1)
+    drafts = [(torch.arange(int(row.max()))[:, None] + 1 < row).nonzero() for row in lengths]
+    starts, slots = ([draft[:, i] for draft in drafts] for i in (1, 0))
+    time = lengths.shape[1]
+    starts = pad_sequence(starts, batch_first=True, padding_value=time)
+    begin = torch.cat([torch.arange(time).expand(len(lengths), -1), starts], 1)
+    place = functional.pad(pad_sequence(slots, batch_first=True) + 1, (time, 0))
+    there = (functional.pad(lengths, (0, 1)).gather(1, begin) > place).flatten().nonzero()[:, 0]
+    return begin, place, there[place.flatten()[there].argsort(stable=True)]
 
 
 @contextmanager
-def masked(tokens: Tensor, start: Tensor, slot: Tensor, mask: int | None) -> Iterator[dict[str, Tensor]]:
-    """Within it, a model's forward with the inputs that are given reads texts, and behind them slots of many drafts.
+def masked(tokens: Tensor, begin: Tensor, place: Tensor, mask: int | None) -> Iterator[dict[str, Tensor]]:
+    """Within it, a model's forward with the inputs that are given reads texts, and behind them masked slots of drafts.
 
     A slot sees the text up to the last token before its draft, and the slots of its draft up to itself.
 
     Args:
         tokens: of the texts  # [batch, time]
-        start: position of the last token before the draft, of each slot; ``time`` where there is none  # [batch, slots]
-        slot: place of each in its draft, from 1  # [batch, slots]
+        begin: see `slots_of`.
+        place: the same.
         mask: id of the mask token.
     """
-    time = tokens.shape[1]
-    begin, place = _begins(start, time), functional.pad(slot, (time, 0))
-    query, key = begin[:, :, None], begin[:, None]
+    query, key, time = begin[:, :, None], begin[:, None], tokens.shape[1]
     allowed = ((place == 0)[:, None] & (key <= query)) | (key == query)  # attention is causal by position besides
     positions = (begin + place).clamp_max(time - 1)  # what follows a text's end is not asked for
     with attending(allowed[:, None], positions):
-        yield {"input_ids": functional.pad(tokens, (0, slot.shape[1]), value=mask), "position_ids": positions}
+        ids = functional.pad(tokens, (0, begin.shape[1] - time), value=mask)
+        yield {"input_ids": ids, "position_ids": positions}

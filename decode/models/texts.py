@@ -114,18 +114,18 @@ def _states(
 
 def _slots(draft: PreTrainedModel, tokens: Tensor, depth: int) -> list[States]:
     """The states of a language model by depth: those of a PARD draft that begins after each token, or of the first."""
-    mask, found = mask_of(draft), dict[int, Tensor]()
+    mask, found = mask_of(draft), [torch.empty(0)] * depth
     if mask is None or depth == 1:
         return [_states(draft, tokens)[0]]
     for part in range(depth):  # so that a forward reads no more than twice the tokens
         lengths = (torch.arange(tokens.shape[1]) % depth == part) * depth
-        slots = {name: each.to(tokens.device) for name, each in slots_of(lengths.expand(tokens.shape)).items()}
-        with masked(tokens, slots["start"], slots["slot"], mask) as inputs:
+        begin, place, kept = (each.to(tokens.device) for each in slots_of(lengths.expand(tokens.shape)))
+        with masked(tokens, begin, place, mask) as inputs:
             (states, to_logits), _ = _states(draft, **inputs)
-        for step, kept in enumerate(slots["kept"].view(depth, len(tokens), -1)):
-            every = found.setdefault(step, states.new_empty(*tokens.shape, states.shape[2]))
-            every[:, part::depth] = states.flatten(0, 1)[kept]
-    return [(each, to_logits) for each in found.values()]
+        for step, at in enumerate(kept.view(depth, len(tokens), -1)):
+            found[step] = found[step] if part else states.new_empty(*tokens.shape, states.shape[2])
+            found[step][:, part::depth] = states.flatten(0, 1)[at]
+    return [(each, to_logits) for each in found]
 
 
 def _unrolled(

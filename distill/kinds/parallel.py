@@ -53,11 +53,12 @@ class ParallelDraft(Draft):
 
     def slots(self, labels: NDArray[Any], lengths: Ints) -> Batch:
         """The index of so many slots of the draft after each token of texts, both ``[texts, time]``."""
-        index: Batch = slots_of(torch.from_numpy(lengths))
+        begin, place, kept = slots_of(torch.from_numpy(lengths))
         number = label_mask(torch.from_numpy(labels)).flatten().cumsum(0) - 1  # of each label token in the batch
-        text = index["kept"] // (labels.shape[1] + index["start"].shape[1])
-        index["at"] = number[text * labels.shape[1] + index["begin"] + index["step"]]
-        return index | {GROUPS: index["step"].bincount(minlength=self.steps).tolist()}
+        step, time = place.flatten()[kept], labels.shape[1]
+        at = number[kept // begin.shape[1] * time + begin.flatten()[kept] + step]
+        index = {"begin": begin, "place": place, "kept": kept, "step": step, "at": at}
+        return index | {GROUPS: step.bincount(minlength=self.steps).tolist()}
 
     @override
     def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
@@ -74,7 +75,7 @@ class ParallelDraft(Draft):
 
     def _rows(self, batch: Batch, target: TargetRows) -> Rows:
         at, step = batch["at"], batch["step"]
-        with masked(batch["input_ids"], batch["start"], batch["slot"], mask_of(self.model)) as inputs:
+        with masked(batch["input_ids"], batch["begin"], batch["place"], mask_of(self.model)) as inputs:
             hidden = last_hidden(self.model, places=batch["kept"], **inputs)
         weight = torch.ones_like(step, dtype=torch.float32)
         return head_rows(hidden, LMHead(self.model), target, batch, len(batch[PLACES]), at, step, weight)
