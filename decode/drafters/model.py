@@ -134,7 +134,7 @@ class ModelDrafter(Drafter):
         picked: Tensor | None = None
         for at in range(max(limits)):
             out = step(at, live, picked)
-            row = in_target(out.logits, None, self.vocab)
+            row = in_target(out.logits, self.runner.columns, self.vocab)
             prefixes = self.prefixes(requests, live, columns) if warp.needs_prefix else None
             q = row if certain else warp(row, prefixes)
             drafted = DraftedTokens(q, row, out.hidden, None, certain, out.accepted)

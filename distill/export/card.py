@@ -15,8 +15,9 @@ from decode.files import read_json, write_json, write_text
 from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DraftHead, draft_ids
 from decode.models.heads.files import unserved
+from decode.models.parallel import mask_of
 from distill.kinds.kind import TOKEN_MAP, of_model
 
 Report = Mapping[str, Any]  # of a run, or a part of it
@@ -79,17 +80,19 @@ def describe(
 
     ``name`` is the folder or Hub name of the target, ``folder`` where the export will be.
     """
-    config = model.config
+    config, ids = model.config, draft_ids(model)
     for engine, reason in (reasons := unserved(model)).items():
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=3)
     facts = {
-        "kind": "draft",
+        "kind": "draft" if mask_of(model) is None else "pard",
+        "mask_id": mask_of(model),
         "target": name,
         "folder": folder,
         "target_type": target.model_type,
         "vocabulary": target.get_text_config().vocab_size,
         "model_type": config.model_type,
         "parameters": sum(weight.numel() for weight in model.parameters()),
+        "draft_vocabulary": None if ids is None else len(ids),
         "token_map": False,
         "gguf_type": [*gguf, "f32"][0],
         "notes": [],
@@ -101,7 +104,6 @@ def describe(
     return facts | {
         "kind": kind.served,
         "longest": model.drafts,
-        "draft_vocabulary": config.draft_vocab_size if model.reduced else None,
         "captured_layers": list(model.captured_layers),
         "notes": [*kind.notes],
         **kind.facts(model),
@@ -120,7 +122,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
         measured: What `export_profile` returns. What is absent is left out.
     """
     measured, before = measured or {}, read_json(folder / PROFILE)
-    method = "draft_model" if facts["kind"] == "draft" else facts["kind"]
+    method = "draft_model" if facts["kind"] in ("draft", "pard") else facts["kind"]
     profile = before | {"method": method, "num_speculative_tokens": length, "measured": measured}
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.measure.acceptance import DEPTH
-from decode.models.huggingface import IMPLEMENTATIONS
 from decode.models.parallel import mask_of
 from decode.models.sources import language_model
 from distill.data.dataset import PLACES, REFERENCE, Batch, Chance
@@ -33,9 +32,9 @@ class LanguageModelDraft(Draft):
 
     @override
     def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
-        hidden = last_hidden(self.model, batch["input_ids"], batch[PLACES])
-        reference = batch[REFERENCE][:, 0] if REFERENCE in batch else None
-        return Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden), reference=reference)
+        hidden, (target, _) = last_hidden(self.model, batch["input_ids"], batch[PLACES]), signal.rows(batch)
+        reference, head = batch[REFERENCE][:, 0] if REFERENCE in batch else None, LMHead(self.model).only(signal.ids)
+        return Rows(hidden, head, target, len(hidden), weight=target.learnable, reference=reference)
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:
@@ -112,13 +111,8 @@ class LanguageModel(Kind):
 
     @override
     def rules(self, settings: Any) -> Rules:
-        wrong = settings.student.steps > 1 and settings.trainer.attention not in ("auto", *IMPLEMENTATIONS)
-        some = f"student.unroll needs masks of its own: choose auto or one of {', '.join(IMPLEMENTATIONS)}"
-        return [(wrong, "trainer.attention", f"and {some}")]
-
-    @override
-    def longest(self, student: Any, wanted: int) -> int:
-        return min(wanted, student.steps) if student.steps > 1 else wanted
+        other = settings.student.steps > 1 and settings.trainer.attention not in ("auto", "sdpa", "eager")
+        return [(other, "trainer.attention", "which reads no masked slots: set it to sdpa, or student.unroll to null")]
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -48,7 +49,7 @@ class ParallelDraft(Draft):
     def index(self, batch: Batch, chance: Chance | None) -> Batch:
         """In validation the same slots are drawn each time."""
         labels = batch["labels"].numpy()
-        chance = chance or [np.random.default_rng(text) for text in range(len(labels))]
+        chance = chance or [np.random.default_rng(0) for _ in labels]
         return self.slots(labels, np.stack(list(map(self.lengths, labels, chance))))
 
     def slots(self, labels: NDArray[Any], lengths: Ints) -> Batch:
@@ -62,7 +63,7 @@ class ParallelDraft(Draft):
 
     @override
     def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
-        return self._rows(batch, signal.rows(batch)[0])
+        return self._rows(batch, signal.rows(batch)[0], signal.ids)
 
     @override
     def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
@@ -71,11 +72,11 @@ class ParallelDraft(Draft):
         lengths = np.stack([lengths_of(row, self.steps) for row in labels])
         for part in range(self.steps):
             index = self.slots(labels, lengths * (np.arange(labels.shape[1]) % self.steps == part))
-            yield self._rows(batch | on_device(index, batch["labels"].device), target)
+            yield self._rows(batch | on_device(index, batch["labels"].device), target, signal.ids)
 
-    def _rows(self, batch: Batch, target: TargetRows) -> Rows:
+    def _rows(self, batch: Batch, target: TargetRows, ids: Tensor | None) -> Rows:
         at, step = batch["at"], batch["step"]
         with masked(batch["input_ids"], batch["begin"], batch["place"], mask_of(self.model)) as inputs:
             hidden = last_hidden(self.model, places=batch["kept"], **inputs)
         weight = torch.ones_like(step, dtype=torch.float32)
-        return head_rows(hidden, LMHead(self.model), target, batch, len(batch[PLACES]), at, step, weight)
+        return head_rows(hidden, LMHead(self.model).only(ids), target, batch, len(batch[PLACES]), at, step, weight)
