@@ -31,11 +31,10 @@ def slots_of(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         of these, ordered by their place.
     """
     drafts = [(torch.arange(int(row.max()))[:, None] + 1 < row).nonzero() for row in lengths]
-    starts, slots = ([draft[:, i] for draft in drafts] for i in (1, 0))
-    time = lengths.shape[1]
-    starts = pad_sequence(starts, batch_first=True, padding_value=time)
+    time, columns = lengths.shape[1], [[draft[:, i] for draft in drafts] for i in (0, 1)]
+    starts = pad_sequence(columns[1], batch_first=True, padding_value=time)
     begin = torch.cat([torch.arange(time).expand(len(lengths), -1), starts], 1)
-    place = functional.pad(pad_sequence(slots, batch_first=True) + 1, (time, 0))
+    place = functional.pad(pad_sequence(columns[0], batch_first=True) + 1, (time, 0))
     there = (functional.pad(lengths, (0, 1)).gather(1, begin) > place).flatten().nonzero()[:, 0]
     return begin, place, there[place.flatten()[there].argsort(stable=True)]
 
