@@ -37,7 +37,7 @@ class DraftSettings:
     on_policy: ClosedUnitInterval = 0.0
     """Share of training examples whose response the draft writes, rewritten every refresh_every steps (DistillSpec)."""
     accepted_only: bool = False
-    """Feature heads of at least two steps: a further step is trained only after tokens that would be accepted."""
+    """With two steps (unroll) or more: a further step is trained only after tokens that would be accepted."""
     seeds: list[Seed] = field(default_factory=list)
     """Seeds of the order of examples; none: the run's seed. With several, the draft NAME is trained once with each, as
     NAME-seed1 and so on, and once more with the run's seed where it is a reference."""
@@ -199,7 +199,7 @@ class Settings:
         prompts, stands, engine = self.data.from_target, self.teacher.in_engine, self.teacher.engine
         decided = OF_STEPS | {each.name for each in fields(TrainerSettings)}
         early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
-        whole = stands and student.draft.head and engine.keep == "topk"
+        whole = stands and (student.draft.head or student.draft_vocab) and engine.keep == "topk"
         refuse(
             self,
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
@@ -207,8 +207,8 @@ class Settings:
             (target.round_to and target.kind != "as_is", "target.round_to", f"for kind as_is, not {target.kind}"),
             (stands and target.quantization, "teacher.signal", "and the target stands in an engine: set "
              "target.quantization to null, and give such options as teacher.engine.arguments"),
-            (whole, "teacher.engine.keep", "and heads learn from whole distributions here: set it to bfloat16 or "
-             "float8"),
+            (whole, "teacher.engine.keep", "and heads and a draft_vocab learn from whole distributions here: set it "
+             "to bfloat16 or float8"),
             (prompts and self.drafts and not answers, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
@@ -261,11 +261,13 @@ class Settings:
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             *student.draft.rules(self),
             (accepted and (student.steps == 1 or "unroll" not in student.draft.settings), "student.kind", "and "
-             "accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
+             "accepted_only needs two drafting steps (unroll) or more, and no block head"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
             (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "
              "drafts.NAME.on_policy to 0, or teacher.responses.source to target"),
+            (on_policy and student.draft_vocab, "student.draft_vocab", "and on_policy has the draft write texts of all "
+             "tokens: set one of them to null"),
             (self.trainer.strategy in SHARDED and whole, "trainer.strategy", "which shards the weights and supports no "
              "heads, on_policy, layerskip and lora: set it to ddp"),
         )  # fmt: skip

@@ -170,9 +170,10 @@ class StudentSettings(ModelSettings):
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""
     draft_vocab: PositiveInt | None = None
-    """Heads: number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all."""
+    """Number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all. Engines read it of heads."""
     unroll: PositiveInt | None = None
-    """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
+    """Drafting steps trained at once. Heads: null is as published, 1 for eagle, 7 for eagle3, 3 for mtp. Language
+    models: null drafts token by token; 2 or more, such as 8, draft in one forward with mask tokens (PARD)."""
     block: BlockSettings = field(default_factory=BlockSettings)
 
     @property
@@ -182,7 +183,7 @@ class StudentSettings(ModelSettings):
 
     @property
     def steps(self) -> int:
-        """Drafting steps trained at once, of a block head its drafted tokens; 1 of a language model."""
+        """Drafting steps trained at once, of a block head its drafted tokens; 1 of an ordinary language model."""
         return int(self.draft.steps(self))
 
     @property

@@ -61,13 +61,7 @@ class BlockDraft(Draft):
     @override
     def share(self, labels: NDArray[Any], chance: np.random.Generator) -> float:
         anchors = anchors_of(labels, self.anchors, chance)
-        return float(np.concatenate([[0.0], self.weights.cumsum()])[self.lengths(labels)[anchors]].sum())
-
-    def lengths(self, labels: NDArray[Any]) -> Ints:
-        """How many tokens a block at each position drafts: the labels that follow it without a gap, ``[time]``."""
-        ends = np.flatnonzero(np.append(labels[1:] == IGNORE, True))
-        position = np.arange(len(labels))
-        return np.minimum(ends[np.searchsorted(ends, position)] - position, self.depth)
+        return float(np.concatenate([[0.0], self.weights.cumsum()])[lengths_of(labels, self.depth)[anchors]].sum())
 
     def blocks_at(self, labels: NDArray[Any], parts: list[Ints]) -> Batch:
         """The index of blocks at these positions of each of the texts ``labels [texts, time]``.
@@ -81,7 +75,7 @@ class BlockDraft(Draft):
         lengths = np.zeros_like(anchors)
         for i, (row, chosen) in enumerate(zip(labels, parts)):
             anchors[i, : len(chosen)] = chosen
-            lengths[i, : len(chosen)] = self.lengths(row)[chosen]
+            lengths[i, : len(chosen)] = lengths_of(row, self.depth)[chosen]
         text, block, step = np.nonzero(np.arange(self.depth) < lengths[..., None])
         mask = label_mask(torch.from_numpy(labels)).numpy()
         number = mask.cumsum().reshape(mask.shape) - 1  # of each label token in the batch
@@ -208,6 +202,13 @@ def anchors_of(labels: NDArray[Any], count: int | None, chance: np.random.Genera
     if chance is None:
         return every[np.arange(count) * len(every) // count]
     return np.sort(chance.choice(every, count, replace=False))
+
+
+def lengths_of(labels: NDArray[Any], most: int) -> Ints:
+    """Returns how many tokens a draft at each position drafts, the labels that follow it without a gap, ``[time]``."""
+    ends = np.flatnonzero(np.append(labels[1:] == IGNORE, True))
+    position = np.arange(len(labels))
+    return np.minimum(ends[np.searchsorted(ends, position)] - position, most)
 
 
 def gamma(drafts: int) -> float:

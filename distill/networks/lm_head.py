@@ -53,8 +53,18 @@ class LMHead(nn.Module):
         return head
 
     def only(self, ids: Tensor | None) -> "LMHead":
-        """Return the head of some ids, with a frozen copy of their weights; of None, the head itself."""
-        return self if ids is None else LMHead.of(some_outputs(self.linear, ids), self.scale, self.cap)
+        """Return the head of some ids; of None, the head itself.
+
+        It has a frozen copy of their weights, or of a head that is trained their rows, with a graph to the head.
+        """
+        if ids is None:
+            return self
+        linear = some_outputs(self.linear, ids)
+        for name, values in self.linear.named_parameters():
+            if values.requires_grad:
+                delattr(linear, name)
+                setattr(linear, name, values.index_select(0, ids))
+        return LMHead.of(linear, self.scale, self.cap)
 
     @property
     def vocab(self) -> int:
@@ -99,10 +109,10 @@ def one_text_a_row() -> Iterator[None]:
         setattr(masking_utils, search, original)
 
 
-def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor) -> Tensor:
+def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor, **inputs: Tensor) -> Tensor:
     """Return the last hidden states after the final norm at some ``places [rows]`` among all of a batch's positions."""
     with one_text_a_row():
-        hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, places)
 
 

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import Clock, EnumerationNumbers, Experiment, ScriptedRunner, enumerate_runs, joint_bias, random_table
+from enumeration import (
+    Clock,
+    EnumerationNumbers,
+    Experiment,
+    ScriptedRunner,
+    enumerate_runs,
+    joint_bias,
+    next_logits,
+    random_table,
+)
+from families import build_tiny, in_double
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
@@ -35,6 +45,7 @@ from decode.drafters.model import ModelDrafter, ParallelDrafter
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
 from decode.loop import Method
 from decode.methods import STOPS, MethodInputs, build
+from decode.models.check import open_draft_runner
 from decode.models.fast.forward import fast_runner
 from decode.options import MethodOptions
 
@@ -239,6 +250,22 @@ def test_padded_vocabularies_are_lossless(draft_vocab: int, warp: str) -> None:
     experiment, draft = scripted_pair(4, tokens=3, draft_vocab=draft_vocab, warp=WARPS[warp])
     experiment.prompt = [0, 1, 1, 0]
     assert experiment.bias(Method("padded", ModelDrafter(draft, WARPS[warp], 4), StopRule(5))) < TOLERANCE
+
+
+@pytest.mark.parametrize("warp", ["top-p", "repetition-top-p", "greedy-repetition"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the hand-written forward, and transformers' own
+def test_draft_models_of_some_tokens_are_lossless(family: str, warp: str, double) -> None:
+    """q is 0 of all other ids and sums to 1 over these, whose rows of the output head alone are read."""
+    target = double("llama", vocab_size=6)
+    draft = in_double(build_tiny(family, vocab_size=6, seed=3, dtype=torch.float64))
+    draft.config.draft_ids = some = [1, 2, 4]
+    runner = open_draft_runner(draft, target)
+    assert next_logits(runner, [0, 5]).shape == (3,)
+    experiment = Experiment(fast_runner(target), WARPS[warp], [3, 1, 4, 1], 3)
+    system = Method("some", ModelDrafter(runner, WARPS[warp], 6), StopRule(3))
+    with torch.inference_mode():
+        assert experiment.bias(system) < TOLERANCE
+    assert {token for trace in experiment.traces for round in trace for token in round.draft.ids} <= {*some}
 
 
 @pytest.mark.parametrize("stop_ids", [(0,), (1, 2)])
