@@ -38,7 +38,7 @@ READ: dict[str, tuple[str, ...]] = {
         "student.dtype", "student.unroll", "student.draft_vocab",
     ),
     "head": ("student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.block"),
-    "frozen": ("target.dtype", "target.quantization", "teacher.engine.arguments"),
+    "frozen": ("target.dtype", "teacher.engine.arguments"),
     "answers": ("teacher.examples", "teacher.responses.source"),
     "written": (
         "teacher.responses.temperature", "teacher.responses.top_p", "teacher.responses.max_new_tokens",
