@@ -137,7 +137,7 @@ class ModelDrafter(Drafter):
             row = in_target(out.logits, self.runner.columns, self.vocab)
             prefixes = self.prefixes(requests, live, columns) if warp.needs_prefix else None
             q = row if certain else warp(row, prefixes)
-            drafted = DraftedTokens(q, row, out.hidden, None, certain, out.accepted)
+            drafted = DraftedTokens(q, row, out.hidden, None, certain)
             if watch is not None and stop.refuse:
                 watch.look(live, drafted)
                 if watch.lengths.keys() >= {*live}:
@@ -347,6 +347,6 @@ class BlockDrafter(HeadDrafter):
             return Drafts(runner.likeliest(block), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
-            return runner.condition(block, at, texts, tokens, confident=watched)
+            return runner.condition(block, at, texts, tokens)
 
         return self.chains(requests, limits, step)
