@@ -89,9 +89,7 @@ WHEN: dict[str, Callable[[Settings], object]] = {
     "target.layerskip": lambda settings: settings.target.layerskip.enabled,
     "student.dtype": _kinds("student", "as_is"),
     "student.layers": _kinds("student", "cut"),
-    "student.unroll": lambda settings: (
-        "unroll" in settings.student.draft.settings and (settings.student.draft.head or settings.student.steps > 1)
-    ),
+    "student.unroll": lambda settings: "unroll" in settings.student.draft.settings and settings.student.steps > 1,
     "student.block": lambda settings: "block" in settings.student.draft.settings,
     "teacher.signal_k": lambda settings: settings.teacher.kept == "topk",
     "teacher.engine.keep": lambda settings: settings.teacher.in_engine,
