@@ -29,7 +29,7 @@ from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.chat import Ids
 from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.engine.check import AnswerCheck, NoSamples
-from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.files import fingerprint, link, remove
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes, by_tokens
 from distill.kinds.base import Draft
@@ -74,7 +74,7 @@ class StageResult:
             save_head(self.model, folder)
         else:
             self.model.save_pretrained(folder)
-        save_tokenizer(tokenizer, folder)
+        tokenizer.save_pretrained(folder)
 
 
 def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
@@ -175,7 +175,6 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
         model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
     if several and mask_of(model) is None:
         model.config.pard_token = mask_token(tokenizer, min(model.get_input_embeddings().num_embeddings, vocab))
-        run.line(f"drafts {full.student.steps} tokens in one forward; token {model.config.pard_token} is the mask")
     if drafted:  # its output head keeps all rows, for engines
         vocab = min(len(model.get_output_embeddings().weight), vocab)
         model.config.draft_ids = frequent_ids(run, drafted, vocab).tolist()

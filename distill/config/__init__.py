@@ -205,8 +205,6 @@ class Settings:
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind not in TARGETS, "target.kind", f"expected one of {', '.join(TARGETS)}"),
             (target.round_to and target.kind != "as_is", "target.round_to", f"for kind as_is, not {target.kind}"),
-            (stands and target.quantization, "teacher.signal", "and the target stands in an engine: set "
-             "target.quantization to null, and give such options as teacher.engine.arguments"),
             (whole, "teacher.engine.keep", "and heads and a draft_vocab learn from whole distributions here: set it "
              "to bfloat16 or float8"),
             (prompts and self.drafts and not answers, "data.source", "whose prompts have no answers: set "

@@ -131,9 +131,6 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     round_to: Literal["float16", "bfloat16"] | None = None
     """Round the weights of a target with kind as_is to 16 bits (float16 changes a weight by 0.05 % at most)."""
-    quantization: Values | None = None
-    """Weights of the frozen target in few bits: {quant_method: bitsandbytes, load_in_4bit: true}. A target larger than
-    a device stands in an engine (teacher.signal vllm)."""
 
 
 @dataclass

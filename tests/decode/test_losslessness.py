@@ -30,6 +30,7 @@ from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.sampling import LogitsWarper, Prefixes, Rng, TorchRng
 from decode.core.stop import (
+    CostOptimal,
     Fixed,
     StopRule,
     Threshold,
@@ -206,14 +207,19 @@ class _Eager(Threshold):
 
 
 @pytest.mark.parametrize(
-    ("confidence", "product", "value"),
-    [(max_probability, False, 0.55), (max_probability, True, 0.45), (negative_entropy, False, -1.2)],
+    ("confidence", "product", "threshold"),
+    [
+        (max_probability, False, Fixed(0.55)),
+        (max_probability, True, Fixed(0.45)),
+        (max_probability, True, CostOptimal(0.45, drafted=False, every=1)),
+        (negative_entropy, False, Fixed(-1.2)),
+    ],
 )
 def test_refusing_to_draw_is_lossless_where_the_rule_reads_only_the_distribution(
-    confidence, product: bool, value: float
+    confidence, product: bool, threshold: Threshold
 ) -> None:
     experiment, draft = scripted_pair(4, tokens=3)
-    stop = StopRule(5, confidence, product=product, threshold=Fixed(value), refuse=True)
+    stop = StopRule(5, confidence, product=product, threshold=threshold, refuse=True)
     assert experiment.bias(Method("refuse", ModelDrafter(draft, SAMPLE, 4), stop)) < TOLERANCE
     assert {trace[0].drafted for trace in experiment.traces} >= {1, 2}
 
@@ -361,6 +367,9 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRule(5, token_probability, threshold=Fixed(0.4))
     assert experiment.bias(Method("fine", model, stop)) < TOLERANCE
     assert experiment.bias(Method("drops", _DropsTheToken(draft, SAMPLE, 3), stop)) > 0.01
+    estimate = StopRule(5, token_probability, product=True, threshold=CostOptimal(0.4, drafted=False))
+    assert experiment.bias(Method("estimates", model, estimate)) < TOLERANCE
+    assert experiment.bias(Method("drops", _DropsTheToken(draft, SAMPLE, 3), estimate)) > 0.01
     assert experiment.bias(Method("from p", model, StopRule(), _CorrectsFromP())) > 0.01
 
     assert experiment.bias(Method("copy", LookupDrafter(), StopRule())) < TOLERANCE
