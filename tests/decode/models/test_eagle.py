@@ -365,6 +365,7 @@ def test_a_long_text_is_read_in_pieces_also_where_the_first_rounds_have_no_draft
         with monkeypatch.context() as patch, torch.inference_mode():
             for module in (api, model, block_runner):
                 patch.setattr(module, "PIECE", 8)
+            patch.setattr(ModelDrafter, "together", 8)
             patch.setattr(FastForward, "place", placed)
             for defer in (False, True):
                 assert begin(drafter, runner, ids, defer_prefill=defer).propose(ids, StopRule(3), 10).ids == wanted.ids
