@@ -108,7 +108,7 @@ class TreeDrafter(HeadDrafter):
         trees: Any = [[] for _ in limits]  # score, token and parent of each node
         above, children = [[-1]] * len(limits), roots  # the nodes that were expanded
         for level in range(1, max(limits) + 1):
-            below, fed = [], []
+            below, fed = list[list[int]](), list[list[tuple[int, int]]]()
             for nodes, parents, limit, *rows in zip(trees, above, limits, *map(Tensor.tolist, children)):
                 first = len(nodes)
                 for parent, *row in zip(parents if level <= limit else (), *rows):
