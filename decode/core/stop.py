@@ -1,8 +1,8 @@
 """When drafting stops: confidence × aggregate × threshold within a window.
 
 A stop rule that reads the drawn token keeps that token in the draft; dropping it would bias the output. A rule that
-reads only distributions may refuse to draw (`StopRule.refuse`), since these depend on tokens that stay, in every text of
-a batch.
+reads only distributions may refuse to draw (`StopRule.refuse`): they depend on tokens that stay, in every text of a
+batch.
 """
 
 from __future__ import annotations
