@@ -37,7 +37,7 @@ READ: dict[str, tuple[str, ...]] = {
         "student.kind", "student.model", "student.architecture", "student.training", "student.lora", "student.layers",
         "student.dtype",
     ),
-    "head": ("student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.block"),
+    "head": ("student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.norms", "student.block"),
     "frozen": ("target.dtype", "target.quantization", "teacher.engine.arguments"),
     "answers": ("teacher.examples", "teacher.responses.source"),
     "written": (

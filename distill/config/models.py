@@ -173,6 +173,8 @@ class StudentSettings(ModelSettings):
     """Heads: number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all."""
     unroll: PositiveInt | None = None
     """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
+    norms: bool = True
+    """A new eagle3: norm captured states, and those fed back (EAGLE-3.1). llama.cpp serves such heads with false alone."""
     block: BlockSettings = field(default_factory=BlockSettings)
 
     @property

@@ -115,7 +115,9 @@ class Eagle(Unrolled):
 
     @override
     def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> FeatureHead:
-        config = head_config(target.config.get_text_config(), self.version, draft_vocab=student.draft_vocab)
+        config = head_config(
+            target.config.get_text_config(), self.version, draft_vocab=student.draft_vocab, norms=student.norms
+        )
         with seeded(seed):
             return FeatureHead(config)
 

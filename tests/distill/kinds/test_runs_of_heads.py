@@ -41,7 +41,7 @@ def settings_of(kind: str, folder: Path) -> Settings:
     if kind == "eagle3":
         settings.teacher.signal, settings.teacher.signal_k = "topk", 16
         settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
-        settings.drafts["accepted"] = DraftSettings(accepted_only=True)
+    settings.drafts["accepted"] = DraftSettings(accepted_only=True)
     return settings
 
 
