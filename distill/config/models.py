@@ -20,6 +20,8 @@ class TrainingSettings:
     """Optimiser steps; null: epochs decides. Give one of the two."""
     epochs: PositiveFloat | None = None
     """Passes over the training examples; null: steps decides."""
+    examples: PositiveInt | None = None
+    """The first examples alone are trained on: drafts of several numbers show what more texts would give. null: all."""
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones are faster."""
     optimizer: str | Values = "adamw"
@@ -174,7 +176,7 @@ class StudentSettings(ModelSettings):
     unroll: PositiveInt | None = None
     """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
     norms: bool = True
-    """A new eagle3: norm captured states, and those fed back (EAGLE-3.1). llama.cpp serves such heads with false alone."""
+    """A new eagle3 norms captured states, and those fed back (EAGLE-3.1). llama.cpp reads heads without alone."""
     block: BlockSettings = field(default_factory=BlockSettings)
 
     @property

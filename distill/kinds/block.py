@@ -38,8 +38,9 @@ class BlockDraft(Draft):
     """A block head: a row for each slot of blocks that begin at some label tokens.
 
     A block ends before the first token that is no label. The last token that was drafted is the text's own. The loss is
-    a mean with the weights exp(−i/γ) of the slots; with ``accepted_only`` γ is infinite. A selector is trained beside the divergence, which is that of the
-    head without it, by a loss of its choice among the candidates; validation measures what is drafted with it.
+    a mean with the weights exp(−i/γ) of the slots; with ``accepted_only`` γ is infinite. A selector is trained beside
+    the divergence, which is that of the head without it, by a loss of its choice among the candidates; validation
+    measures what is drafted with it.
 
     Attributes:
         anchors: Blocks of a text, drawn anew at each step, in validation spread evenly.
