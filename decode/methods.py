@@ -35,7 +35,7 @@ from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.lookup import LookupDrafter, SuffixDrafter
-from decode.drafters.model import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from decode.drafters.model import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter, ParallelDrafter
 from decode.drafters.probe import KINDS as PROBES
 from decode.drafters.probe import MAKE_PROBES, advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
@@ -47,6 +47,7 @@ from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import DraftHead
+from decode.models.parallel import mask_of
 from decode.options import MethodOptions
 
 METHODS: dict[str, tuple[str, str, str]] = {
@@ -174,7 +175,7 @@ def round_costs(inputs: MethodInputs) -> RoundCosts:
         c = draft.weight_bytes / target.weight_bytes
     elif draft is None and isinstance(target, FastRunner):
         c = inputs.exit_layer / target.depth
-    return RoundCosts.of_ratios(c, block=draft_kind(draft) == "block")
+    return RoundCosts.of_ratios(c, block=draft_kind(draft) == "block" or mask_of(draft) is not None)
 
 
 def exported_length(draft: Any) -> int | None:
@@ -192,7 +193,8 @@ def _chain(inputs: MethodInputs) -> ModelDrafter:
     target, draft, warp = inputs.target, inputs.draft, inputs.warp
     assert draft is not None  # by `refusal`
     if draft_kind(draft) == "model":
-        return ModelDrafter(draft, warp, target.vocab_size)
+        mask, arguments = mask_of(draft), (draft, warp, target.vocab_size)
+        return ModelDrafter(*arguments) if mask is None else ParallelDrafter(*arguments, mask)
     if isinstance(draft, BlockRunner):
         return BlockDrafter(draft, target, warp, sample=inputs.options.sample_block)
     return FeatureDrafter(cast(Any, draft), target, warp)

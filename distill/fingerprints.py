@@ -35,7 +35,7 @@ READ: dict[str, tuple[str, ...]] = {
     "rounding": ("target.dtype", "target.round_to"),
     "student": (
         "student.kind", "student.model", "student.architecture", "student.training", "student.lora", "student.layers",
-        "student.dtype",
+        "student.dtype", "student.unroll",
     ),
     "head": (
         "student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.norms", "student.block",
@@ -92,7 +92,9 @@ WHEN: dict[str, Callable[[Settings], object]] = {
     "student.dtype": _kinds("student", "as_is"),
     "student.layers": _kinds("student", "cut"),
     "student.norms": _kinds("student", "eagle3"),
-    "student.unroll": lambda settings: "unroll" in settings.student.draft.settings,
+    "student.unroll": lambda settings: (
+        "unroll" in settings.student.draft.settings and (settings.student.draft.head or settings.student.steps > 1)
+    ),
     "student.block": lambda settings: "block" in settings.student.draft.settings,
     "teacher.signal_k": lambda settings: settings.teacher.kept == "topk",
     "teacher.engine.keep": lambda settings: settings.teacher.in_engine,

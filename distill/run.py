@@ -160,8 +160,9 @@ class Run:
         return max(self.trained, key=lambda name: self.best(name)[1]) if choose == "best" else choose
 
     def best(self, name: str) -> tuple[dict[str, float], float]:
-        """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
-        by = "accepted_length" if self.settings.student.draft.head else "alpha"
+        """Return a draft's best validation, whose weights were kept, and its value: accepted length, or α."""
+        student = self.settings.student
+        by = "accepted_length" if student.draft.head or student.steps > 1 else "alpha"
         judged = [(row, row.get(by, row["alpha"])) for row in self.draft_record(name).history if "alpha" in row]
         return max(judged, key=lambda pair: pair[1], default=({}, 0.0))
 

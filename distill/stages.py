@@ -14,9 +14,11 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.files import read_json
+from decode.models.heads.block_config import mask_token
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
+from decode.models.parallel import mask_of
 from decode.models.sources import gguf_file
 from decode.progress import working
 from decode.writing import write_texts
@@ -156,21 +158,24 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     trust = settings.trust_remote_code
     if settings.model is not None and not gives_tokenizer:  # its tokenizer has to mean the same by every id
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
+    several, vocab = isinstance(settings, StudentSettings) and settings.steps > 1, len(tokenizer)
+    if stage != "target":  # a draft with as many ids as the target's embedding can be served without padding
+        config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
+        vocab = int(config.get_text_config().vocab_size)
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if not (gguf_file(settings.model) or round_to):
+        if not (gguf_file(settings.model) or round_to or several):
             return StageResult(StageRecord(key), source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
     elif isinstance(settings, StudentSettings) and settings.kind == "cut":
         model = cut(run.load_target("float32", "cpu"), settings.layers)
-    else:  # a draft with as many ids as the target's embedding can be served without padding
-        vocab = len(tokenizer)
-        if stage != "target":
-            config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
-            vocab = int(config.get_text_config().vocab_size)
+    else:
         model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
+    if several and mask_of(model) is None:
+        model.config.pard_token = mask_token(tokenizer, min(model.get_input_embeddings().num_embeddings, vocab))
+        run.line(f"drafts {full.student.steps} tokens in one forward; token {model.config.pard_token} is the mask")
     record = new_record(run, key, model)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer))
@@ -256,7 +261,6 @@ class DistillData:
     signal: Signal  # the target's distributions, and the features that a head reads
     train: Examples  # if the draft writes texts itself, without columns
     validation: Examples  # for comparing checkpoints
-    held: Examples | None  # others, by which a confidence head is calibrated
     complete: Callable[[Batch], Batch]  # computes the same columns of a batch with texts that were just written
     expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
@@ -331,14 +335,8 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     served, precision = run.settings.teacher.in_engine, run.settings.trainer.precision
     train_rows, validation_rows, texts = texts_of_run(run)
     limit = settings.training_of(run.settings.training).examples
-    train, validation, held = Examples.of(train_rows, limit), Examples.of(validation_rows), None
-    if draft.calibrated:
-        count = len(validation_rows)
-        first = min(3, count - 1)  # every fourth is held, and one where there are fewer
-        held = Examples.of(validation_rows.select(range(first, count, 4)))
-        if count > 1:  # else the only one serves both
-            validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
-    learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
+    train, validation = Examples.of(train_rows, limit), Examples.of(validation_rows)
+    learned = [] if settings.on_policy else [train]
     signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
@@ -351,7 +349,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
     with working(run.console, f"the target's signal ({signal.kind})"):
         # of an engine whose states are not kept, those that are read again and again
-        stored = [*(() if online else learned), *(() if online and not served else judged)]
+        stored = [*(() if online else learned), *(() if online and not served else [validation])]
         if stored:
             keep_columns(kept(run.settings.student.kind, signal.columns), stored, signal.kept, expect)
         if stored and signal.ids is not None and INSIDE not in signal.columns:
@@ -376,7 +374,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
-    return DistillData(signal, train, validation, held, complete, expect if online else None)
+    return DistillData(signal, train, validation, complete, expect if online else None)
 
 
 def mean_tail(examples: Examples) -> float:
@@ -418,8 +416,6 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
-        run.line(line)
     return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 
 

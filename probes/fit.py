@@ -18,12 +18,12 @@ from decode.errors import UserError
 from decode.files import Fields
 from distill import ranks
 from distill.config import TrainerSettings
-from distill.kinds.block import calibration_error
 from distill.training.trainer import quiet
 from probes.features import EXTRAS, Features
 from probes.module import ProbeModule
 
 EPOCHS = 15
+BINS = 15  # of the calibration error
 
 
 def train_probes(
@@ -96,6 +96,13 @@ def logits(probe: AcceptanceProbe, features: Features) -> Tensor:
     """Return the log-odds that a probe gives to every token, ``[n]``."""
     x = features.inputs[features.exits.index(probe.layer)]
     return probe.logit(x[:, :-EXTRAS], x[:, -EXTRAS:])
+
+
+def calibration_error(probability: Tensor, outcome: Tensor) -> float:
+    """Returns the expected calibration error of probabilities ``[n]`` against outcomes in [0, 1], in equal bins."""
+    place = (probability * BINS).long().clamp_max(BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - outcome).double())
+    return float(gaps.abs().sum()) / max(1, len(outcome))
 
 
 def calibrate(probe: AcceptanceProbe, features: Features) -> None:

@@ -32,7 +32,7 @@ class RoundCosts:
 
     @classmethod
     def of_ratios(cls, cost_ratio: float, verify_growth: float = 0.0, *, block: bool = False) -> RoundCosts:
-        """Unmeasured costs in rounds without a draft: c of a token (of a block head: of a draft), and v(2) - v(1)."""
+        """Unmeasured costs in rounds without a draft: c of a token (of a block: of a draft), and v(2) - v(1)."""
         first = 1 + cost_ratio + verify_growth
         return cls({1: {0: 1.0, 1: first, 2: first + verify_growth + (0 if block else cost_ratio)}})
 

@@ -176,7 +176,7 @@ class DraftedTokens:
     hidden: Tensor  # hidden states ``[n, width]`` that the logits are computed from
     tokens: Tensor | None = None  # ids ``[n]``, None before they are drawn
     greedy: bool = False  # `probs` is one-hot and carries no confidence
-    accepted: Tensor | None = None  # the draft's own estimates, made without `tokens`, that the target accepts them
+    accepted: Tensor | None = None  # the draft's own log-odds, made without `tokens`, that the target accepts them
 
 
 Confidence = Callable[[DraftedTokens], Tensor]
@@ -204,7 +204,7 @@ def max_probability(drafted: DraftedTokens) -> Tensor:
 def own_estimate(drafted: DraftedTokens) -> Tensor:
     """What a block head's confidence head says; reads no token."""
     assert drafted.accepted is not None, "the draft has no confidence head"
-    return drafted.accepted
+    return drafted.accepted.sigmoid()
 
 
 def negative_entropy(drafted: DraftedTokens) -> Tensor:

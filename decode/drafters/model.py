@@ -66,6 +66,7 @@ class ModelDrafter(Drafter):
     """
 
     runner: Model
+    together = PIECE  # most tokens of a text that are read with its draft, if it has as many
     sample = True  # draw tokens; else the likeliest are drafted, as they are in greedy decoding
 
     def __init__(self, runner: Model, warp: LogitsWarper, vocab: int) -> None:
@@ -184,7 +185,7 @@ class ModelDrafter(Drafter):
     def unread(self, request: DraftRequest) -> Ids:
         """The tokens that a text's cache lacks, two after a fully accepted round; of many, only the last."""
         cache, ids = request.state.cache, request.ids
-        if len(ids) - cache.length > PIECE:  # as a prompt is read
+        if len(ids) - cache.length > self.together:  # as a prompt is read
             read_prompt(self.runner, cache, self.ids(ids[cache.length : -1]))
         return self.ids(ids[cache.length :])
 
@@ -198,6 +199,43 @@ class ModelDrafter(Drafter):
     def close(self, state: ModelState) -> None:
         """See `Drafter.close`."""
         state.cache.close()
+
+
+class ParallelDrafter(ModelDrafter):
+    """Drafts a chain from one forward of a language model over the unread tokens and mask tokens (PARD, 2504.18583).
+
+    The distributions of all tokens are fixed before the first is drawn, which exact rules need not know. The masks
+    leave the cache at once; accepted tokens are read with the next draft.
+    """
+
+    together = 16  # logits of all tokens of the forward are computed
+
+    def __init__(self, runner: Model, warp: LogitsWarper, vocab: int, mask: int) -> None:
+        super().__init__(runner, warp, vocab)
+        self.mask = mask
+
+    def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
+        """Tokens are chosen from left to right, or all at once where nothing looks at them in between."""
+        warp, feeds, slots, end, most = self.warp, list[Ids](), list[int](), 0, max(limits)
+        for request, limit in zip(requests, limits):
+            feeds.append(self.unread(request) + [self.mask] * (limit - 1))
+            end += len(feeds[-1])
+            slots += [end - limit + min(at, limit - 1) for at in range(most)]  # the last one fills up
+        *tokens, at = upload_all([*feeds, slots], self.runner.device)
+        out = self.runner.forward([Read(request.state.cache, ids) for request, ids in zip(requests, tokens)])
+        for request in requests:
+            request.state.cache.truncate(len(request.ids))
+        logits, hidden = (x.index_select(0, at).unflatten(0, (-1, most)) for x in (out.logits, out.hidden))
+        watched = requests[0].stop.confidence is not None or requests[0].keep_logits
+        if warp.greedy and not (watched or warp.needs_prefix):
+            rows = in_target(logits.flatten(0, 1), None, self.vocab)
+            return Drafts(warp.top(rows, None).view(-1, most), list(limits))
+
+        def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
+            chosen = slice(None) if len(texts) == len(requests) else upload(texts, logits.device)
+            return Out(logits[chosen, at], hidden[chosen, at])
+
+        return self.chains(requests, limits, step)
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -317,6 +355,6 @@ class BlockDrafter(HeadDrafter):
             return Drafts(runner.likeliest(block), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
-            return runner.condition(block, at, texts, tokens, greedy=certain if watched else None)
+            return runner.condition(block, at, texts, tokens, confident=watched)
 
         return self.chains(requests, limits, step)

@@ -36,7 +36,7 @@ class Out:
     logits: Tensor  # ``[rows, vocab]``
     hidden: Tensor  # ``[rows, width]``, the last hidden states that the output head reads
     captured: Tensor | None = None  # ``[tokens, captured layers · width]`` of all tokens read, if any
-    accepted: Tensor | None = None  # a block head's own estimates that the target accepts what is drawn from `logits`
+    accepted: Tensor | None = None  # a block head's log-odds that the target accepts what is drawn from `logits`
 
     @classmethod
     def of(cls, outs: Sequence[Out]) -> Out:

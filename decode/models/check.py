@@ -18,7 +18,8 @@ from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.kinds import HEADS
-from decode.models.huggingface import CACHES, HuggingFaceRunner, arguments_of
+from decode.models.huggingface import CACHES, RECURRENT, HuggingFaceRunner, arguments_of
+from decode.models.parallel import mask_of
 from decode.models.sources import decoder_of
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
@@ -104,7 +105,10 @@ def open_draft_runner(draft: PreTrainedModel | DraftHead, target: PreTrainedMode
     """The runner of a draft model or of a head."""
     if isinstance(draft, DraftHead):
         return HEADS[draft.version].runner(draft, target, pack)
-    return open_runner(draft, pack=pack, draft=True)
+    runner = open_runner(draft, pack=pack, draft=True)
+    if runner.recurrent and mask_of(draft) is not None:
+        raise UserError(f"{runner.name} cannot draft several tokens in one forward: {RECURRENT}; remove its pard_token")
+    return runner
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -197,32 +197,42 @@ def _rolling(layer: Any) -> Any:
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
 RECURRENT = "it keeps a recurrent state, which is that of one branch"
 
-_TREE: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("tree", default=None)
-"""Of this thread's forward over a tree: what its tokens may see ``[1, 1, n, past + n]``, and all positions."""
+_SEEN: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("seen", default=None)
+"""Of this thread's forward over tokens that are no chain: the arguments of `attending`."""
 
 
 @contextmanager
-def masks_of_tree(tree: Draft, past: int, device: torch.device) -> Iterator[None]:
-    """Within it, masks of this thread are those of a pending token and a tree that follow `past` tokens."""
-    allowed = F.pad(tree.visible(), (past, 0), value=True).to(device)[None, None]
-    positions = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
-    before = _TREE.set((allowed, positions))
+def attending(allowed: Tensor, positions: Tensor) -> Iterator[None]:
+    """Within it, tokens of this thread's forwards see those that the family's masks and `allowed` let them see.
+
+    Args:
+        allowed: bool, of the tokens that are read among all  # [batch or 1, 1, n, past + n]
+        positions: of all tokens  # [batch or 1, past + n]
+    """
+    before = _SEEN.set((allowed, positions))
     try:
         yield
     finally:
-        _TREE.reset(before)
+        _SEEN.reset(before)
+
+
+def masks_of_tree(tree: Draft, past: int, device: torch.device) -> AbstractContextManager[None]:
+    """Within it, masks of this thread are those of a pending token and a tree that follow `past` tokens."""
+    allowed = F.pad(tree.visible(), (past, 0), value=True).to(device)[None, None]
+    positions = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
+    return attending(allowed, positions[None])
 
 
 def _reading_trees(implementation: str) -> Callable[..., Any]:
-    """transformers' function that makes masks, which makes those of trees within `masks_of_tree`."""
+    """transformers' function that makes masks, which makes those of trees and masked slots within `attending`."""
     plain = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
     def masks(**given: Any) -> Any:
-        if (tree := _TREE.get()) is None:
+        if (tokens := _SEEN.get()) is None:
             return plain(**given)
-        allowed, positions = tree
+        allowed, positions = tokens
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=allowed.device)
-        queries, keys = positions[-allowed.shape[2] :].view(1, 1, -1, 1), positions.view(1, 1, 1, -1)
+        queries, keys = positions[:, None, -allowed.shape[2] :, None], positions[:, None, None]
         seen = given["mask_function"](zero, zero, queries, keys) & allowed  # the family's windows and chunks
         if implementation == "sdpa":
             return seen

@@ -3,7 +3,6 @@
 Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
 """
 
-import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -145,8 +144,6 @@ def load_model(
     head = model.get_output_embeddings()
     if model.config.tie_word_embeddings and getattr(head, "weight", None) is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # the file holds two: transformers keeps both, an engine would tie
-    if getattr(model.config, "pard_token", None) is not None:
-        warnings.warn(f"{name} is a PARD draft: it drafts losslessly here, but a token in each forward", stacklevel=2)
     return model.eval()
 
 

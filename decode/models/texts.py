@@ -1,5 +1,6 @@
 """The logits of a target and its drafts on texts that the target wrote, by teacher forcing."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,12 @@ from decode.models.heads.eagle import DraftHead, FeatureHead, finish_of, finishe
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import states_of
+from decode.models.parallel import mask_of, masked
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
 TOKENS = 4096  # most tokens of a forward, unless one text has more
 LOGITS = 1 << 25  # most logits of a model that are held at once
+SEEN = 1 << 26  # most pairs of tokens of a forward over masked slots
 States = tuple[Tensor, Callable[[Tensor], Tensor]]  # that an output head reads  # [batch, time, hidden]; to logits
 
 
@@ -32,7 +35,7 @@ class TeacherForcedLogits:
     at: slice  # which of its tokens
     p: Tensor  # the target's logits  # [tokens, vocab]
     # of each draft its logits as first drafted token; of a head then those as second, third, … drafted token, from its
-    # own states before it and the text's true tokens  # [tokens, vocab] each
+    # own states before it and the text's true tokens, as of a PARD draft from masks before it  # [tokens, vocab] each
     q: dict[str, list[Tensor]]
     length: int  # drafted tokens of a block
     last: bool  # whether the text has no further ones
@@ -49,9 +52,9 @@ def teacher_forced(
 ) -> Iterator[TeacherForcedLogits]:
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
-    Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Heads draft
-    `depth` tokens at each position; block heads also as many as `shorter` says, which are other tokens. Logits are
-    computed for at most `LOGITS` of a model at once, whatever the length of a text.
+    Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Heads and PARD
+    drafts draft `depth` tokens at each position; block heads also as many as `shorter` says, which are other tokens.
+    Logits are computed for at most `LOGITS` of a model at once, whatever the length of a text.
 
     Yields:
         The logits of each text, shortest text first, piece by piece; of each piece then those of the `shorter` blocks.
@@ -65,7 +68,7 @@ def teacher_forced(
         read: dict[str, list[States]] = {}  # by depth
         for name, draft in drafts.items():
             if not isinstance(draft, DraftHead):
-                read[name] = [_states(draft, tokens)[0]]
+                read[name] = _slots(draft, tokens, depth)
             elif not isinstance(draft, BlockHead):
                 read[name] = _unrolled(draft, target, tokens, captured, depth)
         for i, number in enumerate(numbers):
@@ -87,11 +90,13 @@ def teacher_forced(
                 yield TeacherForcedLogits(number, at, p, q, length, at.stop == len(ids))
 
 
-def _states(model: PreTrainedModel, tokens: Tensor, layers: Collection[int] = ()) -> tuple[States, Sequence[Tensor]]:
+def _states(
+    model: PreTrainedModel, tokens: Tensor, layers: Collection[int] = (), **more: Tensor
+) -> tuple[States, Sequence[Tensor]]:
     """What a model's output head reads of texts and how it becomes logits, and the hidden states of these layers."""
     head, known = model.get_output_embeddings(), model.get_input_embeddings().weight.shape[0]
     tokens = tokens.clamp(max=known - 1)  # a draft of a shorter padded vocabulary reads its last id
-    inputs: Fields = {"input_ids": tokens, "use_cache": False}
+    inputs: Fields = {"input_ids": tokens, "use_cache": False, **more}
     read: list[Tensor] = []
 
     def last_only(module: Any, given: tuple[Tensor]) -> Tensor:
@@ -107,6 +112,20 @@ def _states(model: PreTrainedModel, tokens: Tensor, layers: Collection[int] = ()
     if not torch.allclose(to_logits(hidden[:, -1:]), out.logits[:, -1:], rtol=1e-3, atol=1e-3):
         hidden, to_logits = model(**inputs).logits, lambda rows: rows  # more follows this model's head
     return (hidden, to_logits), out.hidden_states or ()
+
+
+def _slots(draft: PreTrainedModel, tokens: Tensor, depth: int) -> list[States]:
+    """The states of a language model by depth: those of a PARD draft that begins after each token, or of the first."""
+    mask, (texts, time), parts = mask_of(draft), tokens.shape, list[Tensor]()
+    if mask is None or depth == 1:
+        return [_states(draft, tokens)[0]]
+    most = max(1, (math.isqrt(SEEN // texts) - time) // (depth - 1))
+    for begin in torch.arange(time, device=tokens.device).split(most):
+        start, slot = begin.repeat_interleave(depth - 1), torch.arange(1, depth, device=begin.device).repeat(len(begin))
+        with masked(tokens, start.expand(texts, -1), slot.expand(texts, -1), mask) as inputs:
+            (states, to_logits), _ = _states(draft, inputs["input_ids"], position_ids=inputs["position_ids"])
+        parts.append(states[:, time:].unflatten(1, (-1, depth - 1)))
+    return [(each, to_logits) for each in (states[:, :time], *torch.cat(parts, 1).unbind(2))]
 
 
 def _unrolled(
@@ -137,10 +156,10 @@ def rows_of(draft: Any, logits: Tensor, vocab: int, at: slice) -> Tensor:
 
     Tokens before them get an impossible row: all −inf except the first id.
     """
-    if not isinstance(draft, DraftHead):
-        return logits
-    found = in_target(logits, draft.draft_ids(), vocab)
-    missing = found.new_full((at.stop - at.start - len(found), vocab), -torch.inf)
+    found = in_target(logits, draft.draft_ids(), vocab) if isinstance(draft, DraftHead) else logits
+    if len(found) == at.stop - at.start:
+        return found
+    missing = found.new_full((at.stop - at.start - len(found), found.shape[1]), -torch.inf)
     missing[:, 0] = 0.0
     return torch.cat([missing, found])
 

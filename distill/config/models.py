@@ -174,7 +174,8 @@ class StudentSettings(ModelSettings):
     draft_vocab: PositiveInt | None = None
     """Heads: number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all."""
     unroll: PositiveInt | None = None
-    """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
+    """Drafting steps trained at once. Heads: null is as published, 1 for eagle, 7 for eagle3, 3 for mtp. Language
+    models: null drafts token by token; 2 or more, such as 8, draft in one forward with mask tokens (PARD)."""
     norms: bool = True
     """A new eagle3 norms captured states, and those fed back (EAGLE-3.1). llama.cpp reads heads without alone."""
     block: BlockSettings = field(default_factory=BlockSettings)
@@ -186,7 +187,7 @@ class StudentSettings(ModelSettings):
 
     @property
     def steps(self) -> int:
-        """Drafting steps trained at once, of a block head its drafted tokens; 1 of a language model."""
+        """Drafting steps trained at once, of a block head its drafted tokens; 1 of an ordinary language model."""
         return int(self.draft.steps(self))
 
     @property

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.data.chat import IGNORE
-from distill.data.dataset import REFERENCE, Batch, Chance, Examples
+from distill.data.dataset import REFERENCE, Batch, Chance
 from distill.losses.chunked import Compared, Rows
 from distill.losses.divergences import TargetRows
 from distill.losses.selection import top_k
@@ -30,11 +30,9 @@ class Draft:
         depth: Tokens of a draft at which validation measures acceptance.
         steps: Most rows of a label token.
         monitor: The validation metric by which checkpoints are compared.
-        calibrated: Whether `calibrate` needs examples that no other purpose has.
     """
 
     monitor = "validation_accepted_length"
-    calibrated = False
 
     def __init__(self, model: Any, depth: int, steps: int = 1) -> None:
         self.model, self.depth, self.steps = model, depth, steps
@@ -71,10 +69,6 @@ class Draft:
     def confidence_loss(self, rows: Rows, alpha: Tensor) -> Tensor:
         """The loss of a head's estimates that rows are accepted, whose rate is ``alpha``."""
         raise NotImplementedError
-
-    def calibrate(self, signal: Signal, examples: Examples) -> list[str]:
-        """Fits what is no weight to examples after the training; returns lines that say what."""
-        return []
 
 
 def delta(rows: Rows, compared: Compared) -> Tensor:

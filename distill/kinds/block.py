@@ -1,4 +1,4 @@
-"""Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
+"""Block heads in training: the drafted tokens of many blocks of each text, all at once."""
 
 import copy
 import math
@@ -20,12 +20,12 @@ from decode.models.heads.block_config import added, block_config, default_layers
 from decode.models.heads.eagle import captured_layers, output_head
 from distill.config.base import Values, change
 from distill.data.chat import IGNORE
-from distill.data.dataset import Batch, Chance, Examples, Ints, label_mask, on_device
+from distill.data.dataset import Batch, Chance, Ints, label_mask, on_device
 from distill.kinds.base import GROUPS, Draft, delta, head_rows
 from distill.kinds.kind import Differences, Kind, Rules
 from distill.kinds.start import check_states
-from distill.losses.chunked import Compared, Rows, compare
-from distill.losses.divergences import Divergence, TargetRows
+from distill.losses.chunked import Compared, Rows
+from distill.losses.divergences import TargetRows
 from distill.losses.selection import by_reach, top_k
 from distill.networks.lm_head import LMHead
 from distill.networks.models import room, rows_at_once, seeded
@@ -51,7 +51,7 @@ class BlockDraft(Draft):
 
     def __init__(self, model: BlockHead, anchors: int, *, accepted_only: bool = False) -> None:
         super().__init__(model, model.drafts, model.drafts)
-        self.anchors, self.calibrated = anchors, model.confidence_head is not None
+        self.anchors = anchors
         self.gamma = math.inf if accepted_only else gamma(self.depth)
         self.weights = np.exp(-np.arange(self.depth) / self.gamma)
 
@@ -64,13 +64,7 @@ class BlockDraft(Draft):
     @override
     def share(self, labels: NDArray[Any], chance: np.random.Generator) -> float:
         anchors = anchors_of(labels, self.anchors, chance)
-        return float(np.concatenate([[0.0], self.weights.cumsum()])[self.lengths(labels)[anchors]].sum())
-
-    def lengths(self, labels: NDArray[Any]) -> Ints:
-        """How many tokens a block at each position drafts: the labels that follow it without a gap, ``[time]``."""
-        ends = np.flatnonzero(np.append(labels[1:] == IGNORE, True))
-        position = np.arange(len(labels))
-        return np.minimum(ends[np.searchsorted(ends, position)] - position, self.depth)
+        return float(np.concatenate([[0.0], self.weights.cumsum()])[lengths_of(labels, self.depth)[anchors]].sum())
 
     def blocks_at(self, labels: NDArray[Any], parts: list[Ints]) -> Batch:
         """The index of blocks at these positions of each of the texts ``labels [texts, time]``.
@@ -84,7 +78,7 @@ class BlockDraft(Draft):
         lengths = np.zeros_like(anchors)
         for i, (row, chosen) in enumerate(zip(labels, parts)):
             anchors[i, : len(chosen)] = chosen
-            lengths[i, : len(chosen)] = self.lengths(row)[chosen]
+            lengths[i, : len(chosen)] = lengths_of(row, self.depth)[chosen]
         text, block, step = np.nonzero(np.arange(self.depth) < lengths[..., None])
         mask = label_mask(torch.from_numpy(labels)).numpy()
         number = mask.cumsum().reshape(mask.shape) - 1  # of each label token in the batch
@@ -160,12 +154,6 @@ class BlockDraft(Draft):
         loss = functional.binary_cross_entropy_with_logits(odds, alpha.float(), factors, reduction="sum")
         return loss / (rows.mass or 1.0)
 
-    @override
-    def calibrate(self, signal: Signal, examples: Examples) -> list[str]:
-        """Sets the confidence's temperatures of greedy decoding, one for each position."""
-        self.model.temperatures = temperatures(*block_outcomes(self, signal, examples))
-        return [f"confidence_temperatures: {', '.join(f'{t:.2f}' for t in self.model.temperatures)}"]
-
 
 def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: TargetRows, at: Tensor) -> Tensor:
     """Returns −log of the selector's probability of the target's likeliest token among its candidates, ``[rows]``.
@@ -219,69 +207,16 @@ def anchors_of(labels: NDArray[Any], count: int | None, chance: np.random.Genera
     return np.sort(chance.choice(every, count, replace=False))
 
 
+def lengths_of(labels: NDArray[Any], most: int) -> Ints:
+    """Returns how many tokens a draft at each position drafts, the labels that follow it without a gap, ``[time]``."""
+    ends = np.flatnonzero(np.append(labels[1:] == IGNORE, True))
+    position = np.arange(len(labels))
+    return np.minimum(ends[np.searchsorted(ends, position)] - position, most)
+
+
 def gamma(drafts: int) -> float:
     """Returns γ of the weights exp(−i/γ) of a block's slots, as published: 7 for blocks of 16, 5 of 10, 4 of 8."""
     return 7.0 if drafts >= 15 else 5.0 if drafts >= 9 else 4.0
-
-
-# -- the confidence head's calibration --------------------------------------------------------------------------------
-
-BINS = 15  # of the calibration error
-GRID = torch.logspace(-2, 2, 81, base=2.0)  # temperatures that are tried
-
-
-def calibration_error(probability: Tensor, outcome: Tensor) -> float:
-    """Returns the expected calibration error of probabilities ``[n]`` against outcomes in [0, 1], in equal bins."""
-    place = (probability * BINS).long().clamp_max(BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - outcome).double())
-    return float(gaps.abs().sum()) / max(1, len(outcome))
-
-
-@torch.no_grad()
-def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples) -> tuple[Tensor, ...]:
-    """Returns how the tokens of a block at every label token fare.
-
-    Returns:
-        The confidences' log-odds and greedy agreement, each ``[blocks, drafts]``; and how many of a block's tokens lie
-        within its text, ``[blocks]``.
-    """
-    parts, device = list[tuple[Tensor, ...]](), signal.head.linear.weight.device
-    draft.model.to(device)
-    for numbers in examples.batches(8):
-        batch = on_device(examples.batch(numbers), device)
-        for rows in draft.every_row(batch, signal):
-            measured = compare(rows, Divergence())
-            assert rows.confidence is not None
-            assert rows.blocks is not None
-            block, blocks, depth = rows.blocks
-            values = torch.stack([rows.confidence, measured.agreement]).float()
-            filled = values.new_zeros(2, blocks, depth)
-            filled[:, block, rows.step] = values
-            parts.append((*filled.cpu(), torch.bincount(block, minlength=blocks).cpu()))
-    return tuple(map(torch.cat, zip(*parts)))
-
-
-def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:
-    """Returns a temperature for each position of a block, from left to right (STS; DSpark, section 3).
-
-    Each one minimises the calibration error of the product of the confidences up to its position, which is the
-    probability that the draft is accepted that far.
-
-    Args:
-        odds: The confidences' log-odds, ``[blocks, drafts]``.
-        accepted: Whether the tokens are accepted.
-        counts: Tokens of each block.
-    """
-    chosen, before, so_far = list[float](), torch.ones(len(odds)), accepted.cumprod(1)
-    for slot in range(odds.shape[1]):
-        there = counts > slot
-        if not there.any():
-            chosen.append(1.0)
-            continue
-        tried = [calibration_error((before * (odds[:, slot] / t).sigmoid())[there], so_far[there, slot]) for t in GRID]
-        chosen.append(float(GRID[min(range(len(GRID)), key=tried.__getitem__)]))
-        before = before * (odds[:, slot] / chosen[-1]).sigmoid()
-    return chosen
 
 
 # -- the kinds --------------------------------------------------------------------------------------------------------
@@ -390,7 +325,7 @@ class Block(Kind):
 
     @override
     def facts(self, model: BlockHead) -> Values:
-        return {"mask_id": model.mask_id, "calibrated": bool(model.temperatures)}
+        return {"mask_id": model.mask_id}
 
 
 DFLASH = Block(name="dflash", version="dflash", rank=0)

@@ -9,10 +9,13 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.measure.acceptance import DEPTH
+from decode.models.huggingface import IMPLEMENTATIONS
+from decode.models.parallel import mask_of
 from decode.models.sources import language_model
 from distill.data.dataset import PLACES, REFERENCE, Batch, Chance
 from distill.kinds.base import GROUPS, Draft
-from distill.kinds.kind import Kind
+from distill.kinds.kind import Kind, Rules
+from distill.kinds.parallel import ParallelDraft
 from distill.losses.chunked import Rows
 from distill.networks.layers import check_structure, decoder_layers
 from distill.networks.lm_head import LMHead, check_head, last_hidden
@@ -105,11 +108,21 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
 
 
 class LanguageModel(Kind):
-    """Language models of their own, and some of the target's layers."""
+    """Language models of their own, and some of the target's layers; with several steps they draft in one forward."""
 
     @override
-    def steps(self, student: Any) -> int:
-        return 1
+    def rules(self, settings: Any) -> Rules:
+        several, implementation = settings.student.steps > 1, settings.trainer.attention
+        return [
+            (several and implementation not in ("auto", *IMPLEMENTATIONS), "trainer.attention", "and with "
+             f"student.unroll the draft learns masked slots: choose auto or one of {', '.join(IMPLEMENTATIONS)}"),
+            (several and settings.export.gguf, "export.gguf", "and llama.cpp reads no masked slots: leave it "
+             "empty, or set student.unroll to null"),
+        ]  # fmt: skip
+
+    @override
+    def longest(self, student: Any, wanted: int) -> int:
+        return min(wanted, student.steps) if student.steps > 1 else wanted
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:
@@ -120,12 +133,14 @@ class LanguageModel(Kind):
         student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
 
     @override
-    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> LanguageModelDraft:
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> Draft:
         check_head(model, LMHead(model))
-        return LanguageModelDraft(model, DEPTH)
+        if mask_of(model) is not None and student.steps < 2:
+            raise UserError("the draft has a pard_token: set student.unroll to the tokens that it drafts, such as 8")
+        return ParallelDraft(model, student.steps) if student.steps > 1 else LanguageModelDraft(model, DEPTH)
 
 
 LANGUAGE_MODEL = LanguageModel(
     name="scratch", version=None, served="draft_model", head=False, start="undistilled", decodable=True,
-    method="vanilla", trees=False, settings=(), sniffed=("eagle-", "eagle3", "dflash", "dspark"),
+    method="vanilla", trees=False, sniffed=("eagle-", "eagle3", "dflash", "dspark"),
 )  # fmt: skip

@@ -99,10 +99,10 @@ def one_text_a_row() -> Iterator[None]:
         setattr(masking_utils, search, original)
 
 
-def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor) -> Tensor:
+def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor, **inputs: Tensor) -> Tensor:
     """Return the last hidden states after the final norm at some ``places [rows]`` among all of a batch's positions."""
     with one_text_a_row():
-        hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, places)
 
 

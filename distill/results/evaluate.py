@@ -21,8 +21,8 @@ from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
-from decode.models.heads.block import BlockHead
 from decode.models.open import DraftModel, described, open_draft, own_warp
+from decode.models.parallel import mask_of
 from decode.options import MethodOptions
 from decode.progress import current, working
 from distill.config import EvaluationSettings
@@ -46,13 +46,13 @@ def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float
 
 
 def acceptance(
-    target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], temperature: float
-) -> ByDraft:
+    target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], temperature: float,
+    depth: int = DEPTH,
+) -> ByDraft:  # fmt: skip
     """Returns offline_alpha of every draft on texts of the target; each text advances the current piece of work.
 
-    Of a feature head `DEPTH` drafted tokens are measured, of block heads all.
+    Of a feature head and of a PARD draft ``depth`` drafted tokens are measured, of block heads all.
     """
-    depth = max((model.drafts for model in drafts.values() if isinstance(model, BlockHead)), default=DEPTH)
     work, warp = current(), own_warp(target, temperature, {})
     return offline_alphas(target, drafts, texts, warp, depth=depth, seen=lambda _: work.advance())
 
@@ -83,6 +83,7 @@ def evaluate(run: Run) -> Row:
     session = Session(target, models, run.tokenizer, options)
     texts: dict[str, list[Text]] = {}
     alphas: dict[str, ByDraft] = {}
+    depth = settings.student.steps if mask_of(models[best]) is not None else DEPTH
     decoding: list[Row] = []
     if followed := described(target, own_warp(target, 1.0, {})):
         run.console.print(followed, soft_wrap=True)
@@ -92,7 +93,7 @@ def evaluate(run: Run) -> Row:
         judged = texts[mode][: measured.prompts]
         answered = sum(len(ids) > n for ids, n in judged)
         with working(run.console, f"acceptance, {mode}", answered, leave=True):
-            alphas[mode] = acceptance(target, models, judged, temperature)
+            alphas[mode] = acceptance(target, models, judged, temperature, depth)
     if measured.decode_prompts:
         timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
         with working(run.console, "decoding", leave=True):

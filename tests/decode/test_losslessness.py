@@ -18,7 +18,7 @@ from decode import loop
 from decode.core import verify
 from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.sampling import LogitsWarper, Rng, TorchRng
+from decode.core.sampling import LogitsWarper, Prefixes, Rng, TorchRng
 from decode.core.stop import (
     Fixed,
     StopRule,
@@ -30,7 +30,7 @@ from decode.core.stop import (
 from decode.core.verify import BlockVerification, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookup import LookupDrafter
-from decode.drafters.model import ModelDrafter
+from decode.drafters.model import ModelDrafter, ParallelDrafter
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
 from decode.loop import Method
 from decode.methods import STOPS, MethodInputs, build
@@ -122,6 +122,45 @@ def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, co
     assert experiment.bias(system) < TOLERANCE
     warm_up(experiment, system)
     assert experiment.bias(system) < TOLERANCE
+
+
+class _Looked(ParallelDrafter):
+    """Looks at every draft: what it was drawn from, and what the cache holds behind it."""
+
+    def propose(self, requests, device):  # type: ignore[no-untyped-def]
+        drafts = super().propose(requests, device)
+        for i, request in enumerate(requests):
+            if drafts.lengths[i]:
+                assert request.state.cache.held == request.ids
+            for at in range(drafts.lengths[i] if drafts.probs is not None else 0):
+                row = self.runner.logits((*request.ids, *[self.mask] * at))[: self.vocab]
+                assert torch.equal(drafts.probs[i, at], self.warp(row[None], Prefixes.of([request.ids]))[0])
+        return drafts
+
+
+@pytest.mark.parametrize("mask", [1, 3])
+@pytest.mark.parametrize("name", STOPS)
+def test_a_draft_in_one_forward_is_lossless_with_every_stop_rule(name: str, mask: int, scripted_clock) -> None:
+    """The mask is a token of the target, or one that the draft alone has; q ignores the tokens that were drawn."""
+    experiment, draft = scripted_pair(tokens=3, draft_vocab=4)
+    scripted_clock(experiment)
+    stop = STOPS[name](replace(parts(experiment, draft), options=MethodOptions(threshold=0.3)))
+    system = Method(name, _Looked(draft, SAMPLE, 3, mask), stop)
+    for rule in (Exact(), BlockVerification()):
+        system.rule = rule
+        assert experiment.bias(system) < TOLERANCE
+        warm_up(experiment, system)
+        assert experiment.bias(system) < TOLERANCE
+    system.rule = _CorrectsFromP()
+    assert experiment.bias(system) > 0.01
+
+
+@pytest.mark.parametrize("warp", ["plain", "top-p", "greedy", "greedy-repetition", "repetition-top-p"])
+def test_a_draft_in_one_forward_is_lossless_with_every_warp(warp: str) -> None:
+    experiment, draft = scripted_pair(4, tokens=3, warp=WARPS[warp])
+    kind = ParallelDrafter if "repetition" in warp else _Looked
+    assert experiment.bias(Method("", kind(draft, WARPS[warp], 4, 2), StopRule(5))) < TOLERANCE
+    assert max(experiment.drafted) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,10 +68,7 @@ HEADS = {"eagle": "hidden", "eagle3": "topk", "dflash": "online", "dspark": "hid
 
 @pytest.mark.parametrize("kind", with_ci(HEADS, "dspark"))
 def test_a_whole_run_of_heads(tmp_path: Path, kind: Any) -> None:
-    """After its last step DSpark's confidences are calibrated, by one example where there are no more.
-
-    EAGLE-3 and DSpark are decoded with at the end.
-    """
+    """EAGLE-3 and DSpark are decoded with at the end."""
     settings = settings_in(tmp_path)
     settings.target.architecture.layers, settings.teacher.signal = 4, HEADS[kind]  # type: ignore[assignment]
     block = BlockSettings(size=3, markov_rank=None if kind == "dflash" else 4)
@@ -82,7 +79,6 @@ def test_a_whole_run_of_heads(tmp_path: Path, kind: Any) -> None:
     run = finished(settings)
     head: Any = load_head(run.drafts[run.chosen("best")])
     assert all(weight.isfinite().all() for weight in head.state_dict().values())
-    assert kind != "dspark" or len(head.temperatures) == 3
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from distill.kinds.base import Draft
 from distill.kinds.block import BlockDraft
 from distill.kinds.eagle import FeatureDraft
 from distill.kinds.language_model import LanguageModelDraft
+from distill.kinds.parallel import ParallelDraft
 from distill.signal.target import Signal
 
 MASK = 47  # the token in the slots of a block
@@ -195,6 +196,10 @@ def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draf
     if kind == "language model":
         model = in_double(build_tiny("llama", seed=7, dtype=torch.float64))
         return LanguageModelDraft(model.train(), 5), Signal(target)
+    if kind == "parallel":
+        model = in_double(build_tiny("llama", seed=7, dtype=torch.float64))
+        model.config.pard_token = 47
+        return ParallelDraft(model.train(), steps), Signal(target)
     if kind in BLOCK_ARCHITECTURES:
         block: Any = make_block_head(target, kind, **{"layers": 1, "block": 3} | shape)
         return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token

@@ -92,8 +92,6 @@ class BlockHead(DraftHead):
         mask_id: the token in all slots but the first.
         kinds: window and causality of each layer: see `BlockLayer`.
         candidates: the likeliest ids of a slot, among which its token is chosen. 0: all ids.
-        temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
-            not calibrated.
     """
 
     drafts: int
@@ -110,7 +108,6 @@ class BlockHead(DraftHead):
         selects = self.version == "dflash2"
         self.rank = int(fields.get("selector_rank" if selects else "markov_rank") or 0)
         self.candidates = min(fields["selector_top_k"], config.draft_vocab_size) if selects else 0
-        self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
         self.rotary = LlamaRotaryEmbedding(config)
         self.fc = nn.Linear(self.feature_width, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
@@ -148,7 +145,7 @@ class BlockHead(DraftHead):
             fields["architectures"] = ["Qwen3DSparkModel"]
         fields["dflash_config"] = {key: fields[key] for key in SLOTS if key in fields}
         fields["dflash_config"]["input_embedding_scale"] = 1.0  # llama.cpp takes Gemma's for a target of that family
-        return fields | {"confidence_temperatures": self.temperatures}
+        return fields
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
         """Blocks ``[.., slots]`` that draft so many tokens after these anchors ``[..]``."""

@@ -96,7 +96,7 @@ UNWRITTEN = ("ÿ", "<0xFF>")  # the names of a byte that no text in UTF-8 holds
 
 
 def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
-    """The id that stands in the slots of a block: one that no text holds, and neither pad nor the end of a text.
+    """The id that stands in masked slots: one that no text holds, and neither pad nor the end of a text.
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
     or the byte 0xFF of a byte-level vocabulary. ``rows`` are those of the target's embedding.
@@ -113,6 +113,6 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
         if choice not in taken and choice < rows:
             return int(choice)
     raise UserError(
-        "the target's vocabulary has no reserved token for the masked slots of a block, no row behind its ids and no "
-        "unused byte: add a special token to its tokenizer that no text holds, or set student.kind to eagle3"
+        "the target's vocabulary has no reserved token for masked slots, no row behind its ids and no unused byte: add "
+        "a special token to its tokenizer that no text holds, or train a draft without (student.kind eagle3)"
     )

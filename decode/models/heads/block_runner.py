@@ -157,13 +157,7 @@ class BlockRunner(DraftHeadRunner):
         return tokens.gather(2, torch.stack(chosen[1:], 1))[..., 0]
 
     def condition(
-        self,
-        block: Block,
-        slot: int,
-        texts: Sequence[int],
-        tokens: Tensor | None,
-        *,
-        greedy: bool | None = None,
+        self, block: Block, slot: int, texts: Sequence[int], tokens: Tensor | None, *, confident: bool = False
     ) -> Out:
         """A slot of some texts after the tokens before it, with logits over the target's vocabulary.
 
@@ -172,8 +166,7 @@ class BlockRunner(DraftHeadRunner):
             slot: of those that draft.
             texts: their numbers.
             tokens: before the slot, one of each text or several, ``[n]`` or ``[n, m]``; None: the anchors.
-            greedy: whether the confidence head's estimate, which is trained to be the acceptance rate of a drawn token,
-                is calibrated for greedy decoding; None: it is not asked. It does not look at the token that is drafted.
+            confident: ask the confidence head, which does not look at the token that is drafted.
         """
         head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
         anchors = block.anchors
@@ -193,7 +186,6 @@ class BlockRunner(DraftHeadRunner):
                 logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
             else:
                 logits = finished(self.bias.add_to(logits, m), *self.finish)
-        if greedy is not None and head.confidence_head is not None:
-            temperatures, odds = head.temperatures if greedy else [], head.confidence_head(inputs).float()
-            accepted = torch.sigmoid(odds / (temperatures[slot] if slot < len(temperatures) else 1.0))
+        if confident and head.confidence_head is not None:
+            accepted = head.confidence_head(inputs).float()
         return Out(self.expand(logits), hidden, accepted=accepted)

@@ -63,8 +63,7 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "use_aux_hidden_state", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor",
-    "confidence_temperatures", "conv_kernel_size", "conv_group_size",
-    "selector_rank", "selector_top_k",
+    "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
 )  # fmt: skip
 """Keys that mean the same everywhere."""
 SLIDING = "sliding_attention"
@@ -90,7 +89,9 @@ INERT = (
     # of the training and of tools
     "auto_map", "torch_dtype", "method", "speculators_config", "speculators_version", "target_model_type",
     "target_text_model_type", "target_model_name_or_path", "embed_requires_grad", "confidence_head_alpha",
-    "num_anchors", "ttt_length", "step_loss_decay", "draft_num_hidden_layers", "confidence_sampled_temperatures",
+    "num_anchors", "ttt_length", "step_loss_decay", "draft_num_hidden_layers",
+    # of calibrations that decoding makes for itself
+    "confidence_temperatures", "confidence_sampled_temperatures",
 )  # fmt: skip
 """Keys of others that change nothing."""
 KNOWN = {

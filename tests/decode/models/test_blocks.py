@@ -119,24 +119,19 @@ def test_the_likeliest_tokens_are_those_of_the_slots_one_after_the_other(tiny) -
             ids.append(token)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
 @torch.inference_mode()
-def test_a_slots_confidence_is_divided_by_the_temperature_of_its_place_and_of_how_is_decoded(
-    greedy: bool, double
-) -> None:
+def test_a_slots_confidence_reads_its_state_and_the_token_before(double) -> None:
     target = double("llama", vocab_size=SMALL)
     head = make_block_head(target, "dspark")
-    head.temperatures = [2.0, 0.5]  # none of the slots behind
     runner, out = drafted_block(head, target)
     confidence, markov = head.confidence_head, head.markov_head
     assert confidence is not None
     assert markov is not None
     for slot, before in enumerate([PROMPT[-1], 2, 7, 1]):
         odds = confidence(torch.cat([out.hidden[0, slot], markov.markov_w1.weight[before]]))
-        temperature = [*(head.temperatures if greedy else [1.0, 1.0]), 1.0, 1.0][slot]
-        accepted = runner.condition(out, slot, [0], torch.tensor([before]), greedy=greedy).accepted
-        assert accepted is not None
-        assert accepted.item() == pytest.approx((odds / temperature).sigmoid().item(), rel=1e-6)
+        found = runner.condition(out, slot, [0], torch.tensor([before]), confident=True).accepted
+        assert found is not None
+        assert found.item() == pytest.approx(odds.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(("version", "behind"), [("dflash", 0), ("dspark", 1)])

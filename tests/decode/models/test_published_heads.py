@@ -27,6 +27,7 @@ from decode.models.check import open_runner
 from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.runner import HeadRunner
 from decode.models.open import load_model
+from decode.models.parallel import mask_of
 
 DRAFTED = 24  # tokens of a reduced vocabulary
 WINDOW = 32  # behind which a head with sliding layers drafts nothing
@@ -400,14 +401,14 @@ def test_what_a_head_has_beside_the_network_is_refused(fields, tensors, told: st
         load_head(tmp_path, target)
 
 
-def test_a_pard_draft_is_an_ordinary_draft_with_a_warning(tiny, tmp_path: Path) -> None:
+def test_a_published_pard_draft_is_a_language_model_that_drafts_in_one_forward(tiny, tmp_path: Path) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"pard_token": 47, "spd_type": "pard"}))
     assert not head_kind(tmp_path)
-    with pytest.warns(UserWarning, match="is a PARD draft: it drafts losslessly here"):
-        again = load_model(tmp_path, device="cpu", dtype="auto")
+    again = load_model(tmp_path, device="cpu", dtype="auto")
+    assert (mask_of(again), mask_of(open_runner(again)), mask_of(model)) == (47, 47, None)
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
 
 

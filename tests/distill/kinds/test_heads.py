@@ -24,7 +24,7 @@ from distill.config import DraftSettings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.data.dataset import label_mask
 from distill.kinds import block
-from distill.kinds.block import anchors_of, calibration_error, gamma, temperatures
+from distill.kinds.block import anchors_of, gamma
 from distill.kinds.eagle import FeatureDraft
 from distill.kinds.start import frequent, start_from_head, start_from_target
 from distill.losses.chunked import compare
@@ -295,19 +295,6 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: st
     assert torch.allclose(ours.losses, theirs.losses, atol=1e-5)
     assert torch.allclose(ours.alpha, theirs.alpha, atol=1e-5)
     assert torch.allclose(wanted.reference, theirs.losses, atol=1e-5)
-
-
-def test_temperatures_calibrate_the_product_of_the_confidences() -> None:
-    generator = torch.Generator().manual_seed(0)
-    true = torch.randn(4000, 3, generator=generator)
-    hits = (torch.rand(true.shape, generator=generator) < true.sigmoid()).float()
-    odds, counts = true * torch.tensor([2.0, 0.5, 3.0]), torch.full((4000,), 3)  # each off by a factor of its own
-    made = temperatures(odds, hits, counts)
-    assert made == pytest.approx([2.0, 0.5, 3.0], rel=0.25)
-    for slot, joint in enumerate((odds / torch.tensor(made)).sigmoid().cumprod(1).T):
-        assert calibration_error(joint, hits.cumprod(1)[:, slot]) < 0.03
-    counts[2000:], odds[2000:, 1:] = 1, 100.0  # of blocks that a text's end cut short only the slots within it count
-    assert temperatures(odds, hits, counts) == pytest.approx([2.0, 0.5, 3.0], rel=0.3)
 
 
 # -- how a head begins ------------------------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
             assert history[-1]["loss"] < history[0]["loss"], stage
             assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
             assert "alpha_4" not in history[-1]  # a block drafts three tokens
-            assert len(head.temperatures) == (0 if head.confidence_head is None else 3)
             assert {window for window, _ in head.kinds} == {settings.student.block.window}
     plain, chosen = (made.record(stage).account for stage in ("distillspec", "adaspec"))
     assert plain["selected_tokens"] == plain["teacher_tokens"] == chosen["teacher_tokens"]
@@ -87,19 +86,6 @@ def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
     first, last = (load_head(path).state_dict() for path in (again.path("initial"), made.path("distillspec")))
     assert all(torch.equal(value, last[key]) for key, value in first.items())
     assert "starts from the head in" in told.getvalue()
-
-
-@pytest.mark.parametrize(("count", "signal"), [(1, "online"), (3, "hidden")])
-def test_confidences_are_calibrated_by_one_example_where_there_are_few(tmp_path, count: int, signal: str) -> None:
-    """After the last step: the whole training would be lost."""
-    settings = settings_of("dspark", tmp_path)
-    settings.trainer.validation_examples, settings.teacher.signal = count, signal
-    settings.training.steps, settings.trainer.validate_every = 2, 2
-    settings.drafts = dict([*settings.drafts.items()][:1])
-    _, made, _ = run_tiny(begun(settings))
-    head: Any = load_head(made.path("distillspec"))
-    assert len(head.temperatures) == 3
-    assert any(temperature != 1 for temperature in head.temperatures)
 
 
 def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int = 1) -> Settings:

@@ -101,7 +101,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
 
 
 @pytest.mark.parametrize("k", [1.0, 0.3])
-@pytest.mark.parametrize("kind", ["language model", "eagle", "eagle3", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["language model", "parallel", "eagle", "eagle3", "dspark", "dflash2"])
 def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str, k: float) -> None:
     """Of each drafting step of a feature head its share; of blocks the slots that are reached."""
     target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
@@ -119,7 +119,11 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str
         delta = measured.losses - rows.reference
         delta = delta if rows.blocks is None else by_reach(delta, measured.alpha, rows)
         delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
-        groups = [step == n for n in range(3)] if kind.startswith("eagle") else [torch.ones_like(delta).bool()]
+        groups = (
+            [step == n for n in range(3)]
+            if kind in ("eagle", "eagle3", "parallel")
+            else [torch.ones_like(delta).bool()]
+        )
         best = [group.nonzero()[:, 0][delta[group].argsort(descending=True)] for group in groups]
         chosen = torch.cat([order[: share(k, len(order))] for order in best])
         assert module.selected == len(chosen)
@@ -152,7 +156,7 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
 
 
 @pytest.mark.parametrize(("world", "micros"), [(2, 1), (1, 4), (2, 2)])
-@pytest.mark.parametrize("kind", ["next token", "language model", "eagle3", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["next token", "language model", "parallel", "eagle3", "dspark", "dflash2"])
 def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int, kind: str) -> None:
     """Parts have different numbers of labels, one of them none, and blocks begin where they do in one batch."""
     examples = some_rows(7, empty=[3, 5], prompt=2)
