@@ -104,6 +104,12 @@ class Eagle(Unrolled):
     version: int
 
     @override
+    def rules(self, settings: Any) -> Rules:
+        normed = self.version == 3 and settings.student.model is None and settings.student.norms
+        return [(normed and settings.export.gguf, "student.norms", "and llama.cpp, for which export.gguf asks, reads "
+                 "no such heads: set it to false")]  # fmt: skip
+
+    @override
     def captured(self, student: Any, config: Any) -> list[int]:
         return list(captured_layers(head_config(config, self.version)))
 
