@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import (
-    Confidence,
     CostOptimal,
     Fixed,
     MeanOfRejected,
@@ -24,7 +23,6 @@ from decode.core.stop import (
     TargetAcceptance,
     max_probability,
     negative_entropy,
-    own_estimate,
     token_probability,
     warped_token_probability,
 )
@@ -71,7 +69,6 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "eagle-tree":        ("head-tree",           "length",           "exact"),
     "block":             ("block",               "length",           "exact"),
     "block-tree":        ("block-tree",          "length",           "exact"),
-    "block-confidence":  ("block",               "confidence-head",  "exact"),
     "hybrid":            ("hybrid",              "unsure",           "exact"),
     "hybrid-tree":       ("hybrid-tree",         "length",           "exact"),
     "prompt-lookup":     ("prompt-lookup",       "copy",             "exact"),
@@ -95,11 +92,6 @@ DRAFTS = {
 }
 """What a method may draft with, by the kinds of `draft_kind`."""
 ANY = tuple(DRAFTS)
-GIVE_ESTIMATES = (
-    "give a DSpark head that was trained with one (student.block.confidence), or choose another stop rule, such as "
-    "cost-optimal"
-)
-PRICED = ("cost-optimal", "confidence-head")  # stop rules that weigh a token against its cost
 
 
 def draft_kind(draft: Any) -> str:
@@ -154,16 +146,18 @@ class Parts:
     options: MethodOptions
     draft: str = ""  # kind of the draft (see `DRAFTS`); empty: there is none
     name: str = "it"  # of the draft, in messages
-    estimates: bool = True  # the draft has a confidence head, as far as that is known
     datastore: bool = False  # there is a datastore, or a corpus that one is built from
     tree_error: str = ""  # why the target reads no trees; empty where it does, as far as that is known
 
     @classmethod
     def of_draft(cls, draft: Any, options: MethodOptions, **others: Any) -> "Parts":
         """Those with a draft that is open."""
-        head = getattr(draft, "model", draft)
-        estimates = getattr(head, "confidence_head", None) is not None
-        return cls(options, draft_kind(draft), getattr(draft, "name", type(draft).__name__), estimates, **others)
+        return cls(options, draft_kind(draft), getattr(draft, "name", type(draft).__name__), **others)
+
+
+def in_one_forward(draft: Any) -> bool:
+    """Whether a draft makes all its distributions before the first token is drawn."""
+    return draft_kind(draft) == "block" or mask_of(draft) is not None
 
 
 def round_costs(inputs: MethodInputs) -> RoundCosts:
@@ -175,7 +169,7 @@ def round_costs(inputs: MethodInputs) -> RoundCosts:
         c = draft.weight_bytes / target.weight_bytes
     elif draft is None and isinstance(target, FastRunner):
         c = inputs.exit_layer / target.depth
-    return RoundCosts.of_ratios(c, block=draft_kind(draft) == "block" or mask_of(draft) is not None)
+    return RoundCosts.of_ratios(c, block=in_one_forward(draft))
 
 
 def exported_length(draft: Any) -> int | None:
@@ -276,11 +270,15 @@ def kind_of(method: str) -> Kind:
     return DRAFTERS[choose("method", method, METHODS | dict.fromkeys(BASELINES, ("", "", "")))[0]]
 
 
-def _cost_optimal(
-    inputs: MethodInputs, confidence: Confidence = token_probability, *, refuse: bool = False
-) -> StopRule:
-    """Costs are fixed before decoding, so that a seed gives one text."""
-    threshold = CostOptimal(round_costs(inputs).prices(1)[0])
+def _cost_optimal(inputs: MethodInputs) -> StopRule:
+    """Costs are fixed before decoding, so that a seed gives one text.
+
+    Where a token costs its verification alone, the rule decides before it is drawn. It does not read the token then:
+    dropping what is unlikely to be accepted would bias the text.
+    """
+    refuse = in_one_forward(inputs.draft)
+    threshold = CostOptimal(round_costs(inputs).prices(1)[0], drafted=not refuse)
+    confidence = max_probability if refuse else token_probability
     return StopRule(inputs.window(20), confidence, product=True, threshold=threshold, refuse=refuse)
 
 
@@ -315,10 +313,8 @@ STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
 PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "probe": partial(_probed, kind="probe"),
     "confidence-probe": partial(_probed, kind="confidence-probe"),
-    # the head says it before a token is drawn; a slot that is not verified costs nothing
-    "confidence-head": partial(_cost_optimal, confidence=own_estimate, refuse=True),
 }
-"""Stop rules that need a folder of probes, or a block head that has a confidence head."""
+"""Stop rules that need a folder of probes."""
 
 
 RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
@@ -371,8 +367,6 @@ def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | N
         return f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}"
     if stop in PROBES and not kind.itself:
         return f"a {stop} reads the target's own layers, with which {method} does not draft; choose another stop rule"
-    if stop == "confidence-head" and not (parts.draft == "block" and parts.estimates):
-        return f"{method} stops by the draft's confidence head, and {parts.name} has none; {GIVE_ESTIMATES}"
     if kind.trees and parts.tree_error:
         return parts.tree_error
     if kind.trees and not acceptance.exact:
@@ -414,8 +408,9 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
             missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
             inputs = replace(inputs, options=(options := replace(options, **missing)))
     stop_rule, lengths = (STOPS | PROBE_STOPS)[stop](inputs), None
-    if kind.priced and (options.never_slower or stop in PRICED):
-        lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=stop in PRICED)
+    weighed = stop == "cost-optimal"
+    if kind.priced and (options.never_slower or weighed):
+        lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=weighed)
     assert kind.make is not None
     acceptance = RULES[rule or own_rule](options, inputs.warp.greedy)
     return Method(method, kind.make(inputs), stop_rule, acceptance, lengths)

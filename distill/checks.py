@@ -15,7 +15,6 @@ from distill.kinds.language_model import kept_layers
 from distill.kinds.parallel import check_slots
 from distill.kinds.start import start_from_head
 from distill.networks.models import (
-    check_quantization,
     config_of,
     empty_model,
     hollow_target,
@@ -40,20 +39,12 @@ def check_inputs(run: Run) -> None:
 
 
 def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
-    """Refuse models that cannot be read or computed on this machine; those that are not ``here`` are passed over.
+    """Refuse a head that cannot be continued; models that are not ``here`` are passed over.
 
     Raises:
-        UserError: Weights in few bits that nothing here computes with, or a head that the student cannot start from.
+        UserError: A head that the student cannot start from.
     """
-    settings, student = run.settings, run.settings.student
-    for name, model in settings.language_models.items():
-        if model.model is not None and here(model.model):
-            packed = getattr(config_of(model, 0), "quantization_config", None)
-            if packed and not settings.teacher.in_engine:
-                check_quantization(f"{name}.model", packed, run.device, packed=True)
-    if settings.target.quantization:
-        check_quantization("target.quantization", settings.target.quantization, run.device)
-    source = settings.target.model
+    settings, student, source = run.settings, run.settings.student, run.settings.target.model
     if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)

@@ -11,10 +11,7 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from transformers import PreTrainedTokenizerBase
-
 from decode.errors import UserError
-from decode.files import read_model_json, write_json
 from distill import ranks
 
 LARGE = 256_000_000
@@ -25,18 +22,6 @@ MODEL_FILES = (
     "normalizer.json", "*.jinja", "chat_template*", "additional_chat_templates/*", "*.py",
 )  # fmt: skip
 """Files of a folder or a Hub repository that a model, its tokenizer and a head are read from."""
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files under the class name that transformers 4, and engines built on it, know too."""
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = read_model_json(path)
-    if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name for the same class
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        for name in ("backend", "is_local", "local_files_only"):
-            config.pop(name, None)
-        write_json(path, config)
 
 
 def files_in(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> list[Path]:

@@ -35,12 +35,12 @@ READ: dict[str, tuple[str, ...]] = {
     "rounding": ("target.dtype", "target.round_to"),
     "student": (
         "student.kind", "student.model", "student.architecture", "student.training", "student.lora", "student.layers",
-        "student.dtype", "student.unroll",
+        "student.dtype", "student.unroll", "student.draft_vocab",
     ),
     "head": (
         "student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.norms", "student.block",
     ),
-    "frozen": ("target.dtype", "target.quantization", "teacher.engine.arguments"),
+    "frozen": ("target.dtype", "teacher.engine.arguments"),
     "answers": ("teacher.examples", "teacher.responses.source"),
     "written": (
         "teacher.responses.temperature", "teacher.responses.top_p", "teacher.responses.max_new_tokens",
@@ -112,12 +112,14 @@ def parts_of(settings: Settings, stage: str) -> tuple[set[str], set[str]]:
         itself = target.layerskip.enabled and target.kind != "scratch" and teacher.responses.from_target
         return {"target", "fit", "data"} | ({"written", "frozen"} if itself else set()), set()
     if stage == "initial":
-        if student.draft.head:
-            counts = student.draft_vocab is not None and student.model is None  # the labels that are most frequent
-            return {"head", "chat", "seed"} | ({"data", *answers} if counts else set()), {"target"}
+        head = student.draft.head
+        counts = student.draft_vocab is not None and not (head and student.model)  # the labels that are most frequent
+        counted = {"data", *answers} if counts else set()
+        if head:
+            return {"head", "chat", "seed"} | counted, {"target"}
         if not student.trained:
-            return {"student", "chat"}, set() if student.kind == "as_is" else {"target"}
-        return {"student", "fit", "data"} | (answers if settings.data.from_target else set()), {"target"}
+            return {"student", "chat"} | counted, set() if student.kind == "as_is" and not counts else {"target"}
+        return {"student", "fit", "data"} | counted | (answers if settings.data.from_target else set()), {"target"}
     draft, before = settings.drafts[stage], {"target", "initial"}
     parts = {"draft", "fit", "data", "signal", *answers} | ({"written", "own texts"} if draft.on_policy else set())
     if draft.selects and draft.reference is not None:

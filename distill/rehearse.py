@@ -81,7 +81,7 @@ PLAIN_CHAT = (
 """Chat template where the target's is not on this machine; pairs stay plain there."""
 SMALL: Values = {
     **{f"data__{key}": count for key, count in ROWS.items()},
-    "data__max_length": 512, "data__overlong": "cut", "target__quantization": None,
+    "data__max_length": 512, "data__overlong": "cut",
     "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
     "teacher__examples": 16, "teacher__engine__urls": [], "teacher__engine__arguments": [],
     "teacher__responses__batch_size": 8, "teacher__responses__max_new_tokens": 8,

@@ -179,8 +179,7 @@ class Run:
                 tokenizer = load_tokenizer(model, trust_remote_code=trust)
                 files = files_of(model, trust_remote_code=trust)
             if model is not None and data.from_target:
-                made_from: Values = {"dtype": target.dtype, "quantization": target.quantization}
-                made_from |= {"target": files_state([model]) or model}
+                made_from: Values = {"dtype": target.dtype, "target": files_state([model]) or model}
                 sampler = PromptWriter(
                     made_from,
                     self.work / "prompts",
@@ -251,7 +250,7 @@ class Run:
         return open_frozen(replace(target, dtype=dtype), self.target, self.device)
 
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
-        """A target of one's own, not quantised; None: in its number format, where this process trains."""
+        """A target of one's own; None: in its number format, where this process trains."""
         target, place = self.settings.target, device or self.device
         trust = target.trust_remote_code
         return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
@@ -289,8 +288,8 @@ class Run:
 
     def answer_check(self, *, kept: bool, most: float = inf) -> AnswerCheck:
         """What looks at servers' answers: at the first ones, or at those that are ``kept``, of texts at ``most``."""
-        how, target = self.settings.teacher.responses, self.settings.target
-        packed = target.quantization or getattr(self.served_files.config, "quantization_config", None)
+        how = self.settings.teacher.responses
+        packed = getattr(self.served_files.config, "quantization_config", None)
         return AnswerCheck(
             LogitsWarper(how.temperature, top_p=how.top_p),
             stop_ids(self.served_files, self.tokenizer),

@@ -29,7 +29,7 @@ from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.chat import Ids
 from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.engine.check import AnswerCheck, NoSamples
-from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.files import fingerprint, link, remove
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes, by_tokens
 from distill.kinds.base import Draft
@@ -74,7 +74,7 @@ class StageResult:
             save_head(self.model, folder)
         else:
             self.model.save_pretrained(folder)
-        save_tokenizer(tokenizer, folder)
+        tokenizer.save_pretrained(folder)
 
 
 def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
@@ -155,7 +155,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     full, tokenizer = run.settings, run.tokenizer
     settings: ModelSettings = full.target if stage == "target" else full.student
     gives_tokenizer = stage == "target" and full.data.tokenizer is None  # that of the examples
-    trust = settings.trust_remote_code
+    trust, drafted = settings.trust_remote_code, None if stage == "target" else full.student.draft_vocab
     if settings.model is not None and not gives_tokenizer:  # its tokenizer has to mean the same by every id
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
     several, vocab = isinstance(settings, StudentSettings) and settings.steps > 1, len(tokenizer)
@@ -165,7 +165,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if not (gguf_file(settings.model) or round_to or several):
+        if not (gguf_file(settings.model) or round_to or several or drafted):
             return StageResult(StageRecord(key), source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
@@ -176,6 +176,9 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     if several and mask_of(model) is None:
         model.config.pard_token = mask_token(tokenizer, min(model.get_input_embeddings().num_embeddings, vocab))
         run.line(f"drafts {full.student.steps} tokens in one forward; token {model.config.pard_token} is the mask")
+    if drafted:  # its output head keeps all rows, for engines
+        vocab = min(len(model.get_output_embeddings().weight), vocab)
+        model.config.draft_ids = frequent_ids(run, drafted, vocab).tolist()
     record = new_record(run, key, model)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer))
@@ -220,6 +223,13 @@ def train_language_model(
     return StageResult(record, ready_to_save(model, run.tokenizer))
 
 
+def frequent_ids(run: Run, count: int, vocab: int) -> torch.Tensor:
+    """Return so many of the first ``vocab`` ids, which the draft will draft."""
+    ids, share = frequent(Examples.of(texts_of_run(run)[0]), count, vocab)
+    run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
+    return ids
+
+
 def untrained_head(run: Run, key: str) -> StageResult:
     """Return a head for the target, with its vocabulary: from a given one, or the target's weights (not EAGLE-1)."""
     settings, target, seed = run.settings.student, run.target_parts(), run.settings.seed
@@ -230,10 +240,7 @@ def untrained_head(run: Run, key: str) -> StageResult:
         return StageResult(new_record(run, key, head), head)
     head = settings.draft.create(target, run.tokenizer, settings, seed)
     if head.reduced:
-        rows = Examples.of(texts_of_run(run)[0])
-        ids, share = frequent(rows, int(head.config.draft_vocab_size), int(head.config.vocab_size))
-        head.set_vocabulary(ids)
-        run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
+        head.set_vocabulary(frequent_ids(run, int(head.config.draft_vocab_size), int(head.config.vocab_size)))
     if settings.draft.from_target:
         left = start_from_target(head, target)
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
@@ -289,8 +296,8 @@ def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     return answered_texts(run, arrivals=arrivals if keeps else None, check=check)
 
 
-def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[], EngineStates]]:
-    """Return the target's signal for a head (None: before it is made, or a language model), and an engine's states.
+def target_signal(run: Run, draft: Any) -> tuple[Signal, Callable[[], EngineStates]]:
+    """Return the target's signal for a draft (None: before it is made), and an engine's states.
 
     The target of this process, or the engine, is opened at the first batch of which states are asked for, but with
     ``teacher.signal`` online at once.
@@ -309,7 +316,7 @@ def target_signal(run: Run, head: DraftHead | None) -> tuple[Signal, Callable[[]
     named = student.model is not None and not student.draft.head
     vocab = int(config_of(student, 0).get_text_config().vocab_size) if named else None
     signal = Signal(
-        parts, teacher.kept, head, None if beside else source, layers=layers, vocab=vocab, k=teacher.signal_k,
+        parts, teacher.kept, draft, None if beside else source, layers=layers, vocab=vocab, k=teacher.signal_k,
         dtype=teacher.number_format(dtype),
     )  # fmt: skip
     signal.to(run.device)
@@ -337,7 +344,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     limit = settings.training_of(run.settings.training).examples
     train, validation = Examples.of(train_rows, limit), Examples.of(validation_rows)
     learned = [] if settings.on_policy else [train]
-    signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
+    signal, _ = target_signal(run, draft.model)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
     if served:

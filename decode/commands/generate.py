@@ -36,7 +36,6 @@ from decode.measure.statistics import plain
 from decode.methods import (
     BASELINES,
     METHODS,
-    PRICED,
     MethodInputs,
     Parts,
     build,
@@ -185,7 +184,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     stop = settings.stop_rule or METHODS[method][1]
     if kind_of(method).drafts:
         draft = pair.draft_runner
-        if options.never_slower or stop in PRICED:
+        if options.never_slower or stop == "cost-optimal":
             costs = recorded_costs(pair.draft_name, pair.runner.device)
         if options.draft_length is None and stop == "length":
             options.draft_length = exported_length(pair.draft)

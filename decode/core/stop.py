@@ -115,48 +115,78 @@ class Roc(Threshold):
 
 @dataclass
 class CostOptimal(Threshold):
-    """One more drafted token pays while P(all drafted tokens are accepted) > R·cost (ours).
+    """One more drafted token pays while P(it and all before it are accepted) > R·cost (ours).
 
     cost is the time of one more drafted token, the growth of the target's forward included, in one-token target
     forwards; R = Σ(m + 1) / Σ(1 + k·cost) is the running rate of tokens, which makes the threshold optimal in the sense
-    of renewal rewards. A block head's forward is a part of the round and not of its tokens. Costs are set (`price`),
-    not timed while decoding: a text does not depend on the load of the machine. Confidences are calibrated to
-    acceptance probabilities by counts in bins of equal width.
+    of renewal rewards. The forward of a draft that has but one is a part of the round and not of its tokens. Costs are
+    set (`price`), not timed while decoding: a text does not depend on the load of the machine.
+
+    A confidence c stands for the acceptance probability σ(w·log(c/(1 − c)) + b). From w = 1 and b = 0, the draft's own
+    estimate, both follow the tested tokens by Newton steps with second derivatives of a bounded memory, similar to
+    vLLM's adaptive verification. A token that is not drafted yet has the running acceptance rate of all.
     """
 
     cost: float = 0.1
-    decay: float = 0.9  # weight of the past in the running rate
-    prior: float = 8.0  # pseudo-counts that a bin starts with at its own confidence
-    bins: int = 20
-    memory: int = 1024  # observations of a bin after which its counts are halved
+    drafted: bool = True  # the confidence is that of the last token of the draft, not of the next one
+    decay: float = 0.98  # weight of the past in the running rates
+    every: int = 10  # rounds between two Newton steps
+    prior: float = 20.0  # second derivative of the start
+    memory: float = 1000.0  # tested tokens that are remembered
     value: float = field(init=False)
     time: float = 0.0
     tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        self.table = [[0.0, 0.0] for _ in range(self.bins)]
+        self.slope, self.offset, self.information = 1.0, 0.0, np.zeros((2, 2))
+        self.accepted = self.tested = self.rounds = 0.0
+        self.window = list[tuple[float, bool]]()  # log-odds of the tokens tested since the last step
         self.price(self.cost, 0.0)
-
-    def _bin(self, confidence: float) -> list[float]:
-        return self.table[min(self.bins - 1, int(confidence * self.bins))]
 
     def calibrate(self, confidence: float) -> float:
         """Estimated acceptance probability at this confidence."""
-        hits, seen = self._bin(confidence)
-        return (hits + self.prior * confidence) / (seen + self.prior)
+        return sigmoid(self.slope * log_odds(confidence) + self.offset)
 
     def observe(self, round: Round) -> None:
-        """Update the calibration and the rate of tokens."""
-        for i, value in enumerate(round.draft.confidence[: round.tested]):
-            count(self._bin(value), i < round.accepted, self.memory)
+        """Update the estimate and the rates."""
+        seen = enumerate(round.draft.confidence[: round.tested])
+        self.window += [(log_odds(value), i < round.accepted) for i, value in seen]
+        self.rounds += 1
+        if self.rounds >= self.every and self.window:
+            self._step()
         self.time = self.decay * self.time + 1 + self.block_cost + round.drafted * self.cost
         self.tokens = self.decay * self.tokens + round.accepted + 1
+        self.tested = self.decay * self.tested + round.tested
+        self.accepted = self.decay * self.accepted + round.accepted
         self.price(self.cost, self.block_cost)
+
+    def _step(self) -> None:
+        """A Newton step of the estimate."""
+        odds, accepted = np.array(self.window).T
+        x = np.stack([odds, np.ones_like(odds)])
+        p = np.array([sigmoid(z) for z in self.slope * odds + self.offset])
+        self.information = (1 - 1 / self.memory) ** len(odds) * self.information + x * p * (1 - p) @ x.T
+        step = np.linalg.solve(self.information + self.prior * np.eye(2), x @ (accepted - p))
+        self.slope, self.offset = max(0.0, self.slope + float(step[0])), self.offset + float(step[1])
+        self.rounds, self.window = 0, []
 
     def price(self, token_cost: float, block_cost: float) -> None:
         """See `Threshold.price`."""
         self.cost, self.block_cost = token_cost, block_cost
         self.value = self.tokens / self.time * token_cost if self.time else token_cost
+        if self.drafted:
+            self.value *= (self.tested + 1) / (self.accepted + 1)
+
+
+def log_odds(probability: float) -> float:
+    """log(p / (1 − p)), of probabilities that single precision tells from 0 and 1."""
+    p = min(max(probability, 1e-7), 1 - 1e-7)
+    return math.log(p / (1 - p))
+
+
+def sigmoid(odds: float) -> float:
+    """The probability of log-odds."""
+    return 0.5 + 0.5 * math.tanh(0.5 * odds)
 
 
 def count(cell: list[float], hit: bool, memory: float) -> None:
@@ -176,7 +206,6 @@ class DraftedTokens:
     hidden: Tensor  # hidden states ``[n, width]`` that the logits are computed from
     tokens: Tensor | None = None  # ids ``[n]``, None before they are drawn
     greedy: bool = False  # `probs` is one-hot and carries no confidence
-    accepted: Tensor | None = None  # the draft's own log-odds, made without `tokens`, that the target accepts them
 
 
 Confidence = Callable[[DraftedTokens], Tensor]
@@ -199,12 +228,6 @@ def warped_token_probability(drafted: DraftedTokens) -> Tensor:
 def max_probability(drafted: DraftedTokens) -> Tensor:
     """Max q, unwarped; reads the distribution only."""
     return drafted.logits.float().softmax(-1).amax(-1)
-
-
-def own_estimate(drafted: DraftedTokens) -> Tensor:
-    """What a block head's confidence head says; reads no token."""
-    assert drafted.accepted is not None, "the draft has no confidence head"
-    return drafted.accepted.sigmoid()
 
 
 def negative_entropy(drafted: DraftedTokens) -> Tensor:

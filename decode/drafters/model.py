@@ -134,10 +134,10 @@ class ModelDrafter(Drafter):
         picked: Tensor | None = None
         for at in range(max(limits)):
             out = step(at, live, picked)
-            row = in_target(out.logits, None, self.vocab)
+            row = in_target(out.logits, self.runner.columns, self.vocab)
             prefixes = self.prefixes(requests, live, columns) if warp.needs_prefix else None
             q = row if certain else warp(row, prefixes)
-            drafted = DraftedTokens(q, row, out.hidden, None, certain, out.accepted)
+            drafted = DraftedTokens(q, row, out.hidden, None, certain)
             if watch is not None and stop.refuse:
                 watch.look(live, drafted)
                 if watch.lengths.keys() >= {*live}:
@@ -228,7 +228,7 @@ class ParallelDrafter(ModelDrafter):
         logits, hidden = (x.index_select(0, at).unflatten(0, (-1, most)) for x in (out.logits, out.hidden))
         watched = requests[0].stop.confidence is not None or requests[0].keep_logits
         if warp.greedy and not (watched or warp.needs_prefix):
-            rows = in_target(logits.flatten(0, 1), None, self.vocab)
+            rows = in_target(logits.flatten(0, 1), self.runner.columns, self.vocab)
             return Drafts(warp.top(rows, None).view(-1, most), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
@@ -355,6 +355,6 @@ class BlockDrafter(HeadDrafter):
             return Drafts(runner.likeliest(block), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
-            return runner.condition(block, at, texts, tokens, confident=watched)
+            return runner.condition(block, at, texts, tokens)
 
         return self.chains(requests, limits, step)

@@ -39,7 +39,6 @@ from decode.measure.suites import Suite
 from decode.methods import (
     BASELINES,
     METHODS,
-    PRICED,
     MethodInputs,
     Parts,
     build,
@@ -98,7 +97,9 @@ class BenchEntry:
     @property
     def weighs_costs(self) -> bool:
         """Whether the method limits its drafts by the measured costs of rounds."""
-        return not self.is_baseline and (self.options.never_slower or (self.stop or METHODS[self.method][1]) in PRICED)
+        return not self.is_baseline and (
+            self.options.never_slower or (self.stop or METHODS[self.method][1]) == "cost-optimal"
+        )
 
 
 def plan(

@@ -36,7 +36,6 @@ class Out:
     logits: Tensor  # ``[rows, vocab]``
     hidden: Tensor  # ``[rows, width]``, the last hidden states that the output head reads
     captured: Tensor | None = None  # ``[tokens, captured layers · width]`` of all tokens read, if any
-    accepted: Tensor | None = None  # a block head's log-odds that the target accepts what is drawn from `logits`
 
     @classmethod
     def of(cls, outs: Sequence[Out]) -> Out:
@@ -89,12 +88,13 @@ class Model(ABC):
     name: str  # class and architecture of the model, for messages
     device: torch.device
     dtype: torch.dtype  # of its weights and hidden states
-    vocab_size: int  # ids that it reads, and columns of its logits
+    vocab_size: int  # ids that it reads, and columns of its logits unless it has `columns`
     limit: int  # positions of its context
     model: Any = None  # the Hugging Face model, or None
     weight_bytes: int = 0  # of weights that reading one token takes; 0 where that is unknown
     cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
+    columns: Tensor | None = None  # the ids of its logits, long ``[columns]``, of a draft model that drafts some alone
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
     outgrown: bool = False  # a text that it drafts for was longer than its context, which has been said
     lock: Any = field(default_factory=RLock)  # held while its caches change

@@ -16,7 +16,7 @@ from decode.errors import UserError, first_line
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DraftHead, draft_ids, some_outputs
 from decode.models.heads.kinds import HEADS
 from decode.models.huggingface import CACHES, RECURRENT, HuggingFaceRunner, arguments_of
 from decode.models.parallel import mask_of
@@ -102,10 +102,15 @@ def _unserved(model: PreTrainedModel, reason: str) -> UserError:
 
 
 def open_draft_runner(draft: PreTrainedModel | DraftHead, target: PreTrainedModel, pack: str = "off") -> Model:
-    """The runner of a draft model or of a head."""
+    """The runner of a draft model or of a head; of a draft model's output head those rows that it drafts are read."""
     if isinstance(draft, DraftHead):
         return HEADS[draft.version].runner(draft, target, pack)
+    ids, head = draft_ids(draft), draft.get_output_embeddings()
+    if ids is not None:
+        draft = twin_of(draft)
+        draft.set_output_embeddings(some_outputs(head, ids))
     runner = open_runner(draft, pack=pack, draft=True)
+    runner.vocab_size, runner.columns = len(head.weight), ids
     if runner.recurrent and mask_of(draft) is not None:
         raise UserError(f"{runner.name} cannot draft several tokens in one forward: {RECURRENT}; remove its pard_token")
     return runner

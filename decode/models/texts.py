@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.files import Fields
 from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import DraftHead, FeatureHead, finish_of, finished, output_head
+from decode.models.heads.eagle import DraftHead, FeatureHead, draft_ids, finish_of, finished, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import states_of
@@ -152,11 +152,12 @@ def _blocks(
 
 
 def rows_of(draft: Any, logits: Tensor, vocab: int, at: slice) -> Tensor:
-    """A draft's logits of the last of these tokens for all of them, a head's in the target's vocabulary.
+    """A draft's logits of the last of these tokens for all of them, in the target's vocabulary.
 
     Tokens before them get an impossible row: all −inf except the first id.
     """
-    found = in_target(logits, draft.draft_ids(), vocab) if isinstance(draft, DraftHead) else logits
+    ids = draft_ids(draft)
+    found = in_target(logits if ids is None or isinstance(draft, DraftHead) else logits[:, ids], ids, vocab)
     if len(found) == at.stop - at.start:
         return found
     missing = found.new_full((at.stop - at.start - len(found), found.shape[1]), -torch.inf)

@@ -199,16 +199,14 @@ class Settings:
         prompts, stands, engine = self.data.from_target, self.teacher.in_engine, self.teacher.engine
         decided = OF_STEPS | {each.name for each in fields(TrainerSettings)}
         early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
-        whole = stands and student.draft.head and engine.keep == "topk"
+        whole = stands and (student.draft.head or student.draft_vocab) and engine.keep == "topk"
         refuse(
             self,
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind not in TARGETS, "target.kind", f"expected one of {', '.join(TARGETS)}"),
             (target.round_to and target.kind != "as_is", "target.round_to", f"for kind as_is, not {target.kind}"),
-            (stands and target.quantization, "teacher.signal", "and the target stands in an engine: set "
-             "target.quantization to null, and give such options as teacher.engine.arguments"),
-            (whole, "teacher.engine.keep", "and heads learn from whole distributions here: set it to bfloat16 or "
-             "float8"),
+            (whole, "teacher.engine.keep", "and heads and a draft_vocab learn from whole distributions here: set it "
+             "to bfloat16 or float8"),
             (prompts and self.drafts and not answers, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
@@ -266,6 +264,8 @@ class Settings:
              "of temperatures and of draft_lengths"),
             (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "
              "drafts.NAME.on_policy to 0, or teacher.responses.source to target"),
+            (on_policy and student.draft_vocab, "student.draft_vocab", "and on_policy has the draft write texts of all "
+             "tokens: set one of them to null"),
             (self.trainer.strategy in SHARDED and whole, "trainer.strategy", "which shards the weights and supports no "
              "heads, on_policy, layerskip and lora: set it to ddp"),
         )  # fmt: skip

@@ -133,9 +133,6 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     round_to: Literal["float16", "bfloat16"] | None = None
     """Round the weights of a target with kind as_is to 16 bits (float16 changes a weight by 0.05 % at most)."""
-    quantization: Values | None = None
-    """Weights of the frozen target in few bits: {quant_method: bitsandbytes, load_in_4bit: true}. A target larger than
-    a device stands in an engine (teacher.signal vllm)."""
 
 
 @dataclass
@@ -172,7 +169,7 @@ class StudentSettings(ModelSettings):
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""
     draft_vocab: PositiveInt | None = None
-    """Heads: number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all."""
+    """Number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all. Engines read it of heads."""
     unroll: PositiveInt | None = None
     """Drafting steps trained at once. Heads: null is as published, 1 for eagle, 7 for eagle3, 3 for mtp. Language
     models: null drafts token by token; 2 or more, such as 8, draft in one forward with mask tokens (PARD)."""

@@ -15,7 +15,7 @@ from decode.files import read_json, write_json, write_text
 from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DraftHead, draft_ids
 from decode.models.heads.files import unserved
 from distill.kinds.kind import TOKEN_MAP, of_model
 
@@ -79,7 +79,7 @@ def describe(
 
     ``name`` is the folder or Hub name of the target, ``folder`` where the export will be.
     """
-    config = model.config
+    config, ids = model.config, draft_ids(model)
     for engine, reason in (reasons := unserved(model)).items():
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=3)
     facts = {
@@ -90,6 +90,7 @@ def describe(
         "vocabulary": target.get_text_config().vocab_size,
         "model_type": config.model_type,
         "parameters": sum(weight.numel() for weight in model.parameters()),
+        "draft_vocabulary": None if ids is None else len(ids),
         "token_map": False,
         "gguf_type": [*gguf, "f32"][0],
         "notes": [],
@@ -101,7 +102,6 @@ def describe(
     return facts | {
         "kind": kind.served,
         "longest": model.drafts,
-        "draft_vocabulary": config.draft_vocab_size if model.reduced else None,
         "captured_layers": list(model.captured_layers),
         "notes": [*kind.notes],
         **kind.facts(model),

@@ -18,13 +18,12 @@ from transformers import (
 
 from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
-from decode.files import read_model_json, replaced, write_json
+from decode.files import replaced
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_kind, unserved
 from decode.models.open import check_tokenizers, files_of, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
-from distill.files import save_tokenizer
 from distill.kinds.kind import Kind
 from distill.kinds.language_model import LANGUAGE_MODEL
 
@@ -88,6 +87,8 @@ def export_draft(
         # No length or sampling rules: the target's generation settings govern both models.
         special = {key: getattr(generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.config.update(special)
+        if config.model_type == "gpt_neox":  # the name under which llama.cpp's converter reads it
+            config.rotary_pct = config.rope_parameters.get("partial_rotary_factor", 1.0)
         model.generation_config = GenerationConfig(
             **special,
             num_assistant_tokens=DRAFTED,
@@ -95,8 +96,7 @@ def export_draft(
             assistant_confidence_threshold=0.0,
         )
         model.save_pretrained(partial, max_shard_size="1TB")
-        add_legacy_fields(partial / "config.json")
-        save_tokenizer(tokenizer, partial)
+        tokenizer.save_pretrained(partial)
         facts = describe(model, target, str(target_dir), str(out_dir), settings.gguf)
         facts |= {"name": name, "trained_vocabulary": trained_vocabulary, "notes": [note] if note else []}
         write_card(partial, facts, DRAFTED)
@@ -164,28 +164,6 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
         f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang requires; the draft was made for "
         f"{trained:,} tokens, and its acceptance beyond them was not measured."
     )
-
-
-def add_legacy_fields(path: Path) -> None:
-    """Adds the fields of rope and number format to config.json that engines built on transformers 4 read."""
-    config = read_model_json(path)
-    rope = {**(config.get("rope_parameters") or {})}
-    if "dtype" in config:
-        config["torch_dtype"] = config["dtype"]
-    if "rope_theta" in rope:
-        theta, share, kind = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None), rope.get("rope_type")
-        config |= {
-            "rope_theta": theta,
-            "rope_scaling": {**rope, "type": kind} if kind not in (None, "default") else None,
-        }
-        config |= {} if share is None else {"partial_rotary_factor": share}
-        if config.get("model_type") == "gpt_neox":
-            config |= {"rotary_emb_base": theta, "rotary_pct": share or 1.0}
-    elif "full_attention" in rope:  # one rope per kind of layer, as in Gemma 3
-        config |= {"rope_theta": rope["full_attention"]["rope_theta"]}
-        if "sliding_attention" in rope:
-            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    write_json(path, dict(sorted(config.items())))
 
 
 @torch.no_grad()

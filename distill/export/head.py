@@ -23,8 +23,7 @@ from decode.models.heads.files import HEAD, load_head, save_head
 from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
-from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf
-from distill.files import save_tokenizer
+from distill.export.draft import DRAFTED, check_export_path, check_gguf
 from distill.kinds.kind import of_model
 from distill.networks.models import hollow_target
 
@@ -108,8 +107,7 @@ def write_head(
         shared[HEAD] = output_head(target, head.draft_ids(), block=True).weight.to(dtype)
     save_head(head.to(dtype), folder, shared)
     of_model(head).write(head, folder)
-    add_legacy_fields(folder / "config.json")
-    save_tokenizer(tokenizer, folder)
+    tokenizer.save_pretrained(folder)
 
 
 def replace_layers(export: str | Path, folder: str | Path) -> None:

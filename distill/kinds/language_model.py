@@ -33,9 +33,9 @@ class LanguageModelDraft(Draft):
 
     @override
     def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
-        hidden = last_hidden(self.model, batch["input_ids"], batch[PLACES])
-        reference = batch[REFERENCE][:, 0] if REFERENCE in batch else None
-        return Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden), reference=reference)
+        hidden, (target, _) = last_hidden(self.model, batch["input_ids"], batch[PLACES]), signal.rows(batch)
+        reference, head = batch[REFERENCE][:, 0] if REFERENCE in batch else None, LMHead(self.model).only(signal.ids)
+        return Rows(hidden, head, target, len(hidden), weight=target.learnable, reference=reference)
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -98,7 +99,7 @@ class ParallelDraft(Draft):
 
     @override
     def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
-        return self._rows(batch, signal.rows(batch)[0])
+        return self._rows(batch, signal.rows(batch)[0], signal.ids)
 
     @override
     def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
@@ -111,12 +112,12 @@ class ParallelDraft(Draft):
         for first in range(0, max(1, *map(len, every)), most):
             some = [starts[first : first + most] for starts in every]
             drafts = [(starts, lengths_of(row, self.steps)[starts]) for row, starts in zip(labels, some)]
-            yield self._rows(batch | on_device(self.slots(labels, drafts), device), target)
+            yield self._rows(batch | on_device(self.slots(labels, drafts), device), target, signal.ids)
 
-    def _rows(self, batch: Batch, target: TargetRows) -> Rows:
+    def _rows(self, batch: Batch, target: TargetRows, ids: Tensor | None) -> Rows:
         assert self.mask is not None
         at, step = batch["at"], batch["step"]
         with masked(batch["input_ids"], batch["start"], batch["slot"], self.mask) as inputs:
             hidden = last_hidden(self.model, places=batch["kept"], **inputs)
         weight = torch.ones_like(step, dtype=torch.float32)
-        return head_rows(hidden, LMHead(self.model), target, batch, len(step), at, step, weight)
+        return head_rows(hidden, LMHead(self.model).only(ids), target, batch, len(step), at, step, weight)

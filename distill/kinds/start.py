@@ -21,14 +21,14 @@ from distill.networks.layers import decoder_layers, final_norm
 
 
 def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
-    """Returns the most frequent label tokens (FR-Spec, arXiv 2502.14856), ascending, and their share of all labels.
+    """Returns the most frequent label tokens (FR-Spec, arXiv 2502.14856) below ``vocab``, ascending, and their share.
 
     Ties are broken by the ids, as is the order of tokens that never occur.
     """
     counts = np.zeros(vocab, np.int64)
     for chunk in rows.labels.chunks:
         labels = chunk.flatten().to_numpy()
-        counts += np.bincount(labels[labels >= 0], minlength=vocab)
+        counts += np.bincount(labels[(labels >= 0) & (labels < vocab)], minlength=vocab)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
     return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
 

@@ -53,8 +53,18 @@ class LMHead(nn.Module):
         return head
 
     def only(self, ids: Tensor | None) -> "LMHead":
-        """Return the head of some ids, with a frozen copy of their weights; of None, the head itself."""
-        return self if ids is None else LMHead.of(some_outputs(self.linear, ids), self.scale, self.cap)
+        """Return the head of some ids; of None, the head itself.
+
+        It has a frozen copy of their weights, or of a head that is trained their rows, with a graph to the head.
+        """
+        if ids is None:
+            return self
+        linear = some_outputs(self.linear, ids)
+        for name, values in self.linear.named_parameters():
+            if values.requires_grad:
+                delattr(linear, name)
+                setattr(linear, name, values.index_select(0, ids))
+        return LMHead.of(linear, self.scale, self.cap)
 
     @property
     def vocab(self) -> int:

@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     get_scheduler,
 )
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.errors import UserError
 from decode.files import read_model_json
@@ -286,38 +285,12 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
 
 
 def open_frozen(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
-    """Return the frozen target on a device, quantised if the settings say so.
+    """Return the frozen target on a device.
 
     Raises:
         UserError: It cannot be read or placed.
     """
-    options: Values = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
-    if settings.quantization:
-        options["quantization_config"] = AutoQuantizationConfig.from_dict(settings.quantization)
-    return load_model(path, device=device, **options)
-
-
-def check_quantization(key: str, wanted: Any, device: str | torch.device, *, packed: bool = False) -> None:
-    """Refuse weights in few bits that cannot be used here.
-
-    ``key`` is the setting that asks for them, ``wanted`` says how, such as ``{quant_method: bitsandbytes, load_in_4bit:
-    true}``; ``packed``: the model's files hold them so.
-
-    Raises:
-        UserError: The method is unknown, its package is not installed, or the device does not support it.
-    """
-    try:
-        config = AutoQuantizationConfig.from_dict(dict(wanted)) if isinstance(wanted, dict) else wanted
-        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=packed)
-        quantizer.validate_environment(device_map={"": device})
-    except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        instead = "leave it out and set target.dtype to bfloat16, or let the target stand in an engine"
-        instead = "choose the model's files of 16 bits" if packed else instead
-        what = f"holds weights of quantization_config {wanted}" if packed else f"is {wanted}"
-        raise UserError(
-            f"{key} {what}, which cannot be used here ({why}): install what is missing, or {instead}"
-        ) from error
+    return load_model(path, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
 
 
 # -- training: low-rank adapters, optimisers ---------------------------------------------------------------------------

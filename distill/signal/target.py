@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.eagle import DraftHead, draft_ids
 from distill.data.dataset import FEATURES, PLACES, Batch
 from distill.engine.check import FIRST, AnswerCheck
 from distill.kept import Shapes
@@ -83,7 +83,7 @@ class Signal:
         target: The target, of which output head and embedding alone are used, but for the next case.
         kind: ``online`` keeps nothing; ``hidden`` last hidden states; ``topk`` the k largest log-probabilities.
         source: Gives the states of a batch for which nothing is kept; None: ``target`` itself does, if it is online.
-        reader: The head that is trained, whose states and ids it gives; None: a language model is.
+        reader: The draft that is trained, whose ids it gives, and a head's states; None: all ids.
         layers: Of a head whose vocabulary has yet to be chosen, the layers whose entering states it reads.
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
@@ -97,7 +97,7 @@ class Signal:
         self,
         target: PreTrainedModel,
         kind: Literal["hidden", "topk", "online"] = "online",
-        reader: DraftHead | None = None,
+        reader: PreTrainedModel | DraftHead | None = None,
         source: Source | None = None,
         *,
         layers: Sequence[int] = (),
@@ -109,11 +109,11 @@ class Signal:
         self.kind = kind
         self.model = target if kind == "online" and source is None else None
         self.all_ids = LMHead(target)
-        self.ids = None if reader is None else reader.draft_ids()
+        self.ids = None if reader is None else draft_ids(reader)
         self.head = self.all_ids.only(self.ids)
         self.vocab = min(vocab or self.head.vocab, self.head.vocab)
         self.k = min(k, self.vocab)
-        self.layers = tuple(layers if reader is None else reader.captured_layers)
+        self.layers = tuple(reader.captured_layers if isinstance(reader, DraftHead) else layers)
         self.embedding = target.get_input_embeddings() if self.layers else nn.Module()
         self.source = partial(read_states, target, self.layers) if source is None else source
         self.check: AnswerCheck | None = None

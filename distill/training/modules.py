@@ -277,8 +277,8 @@ class DistillModule(TrainingModule):
         draft = open_draft(draft, target) if isinstance(draft, str) else draft
         super().__init__(draft.model, *arguments, **(options | kept))
         if isinstance(signal, str):
-            head = draft.model if isinstance(draft.model, DraftHead) else None
-            signal = Signal(target, reader=head, vocab=None if head else LMHead(draft.model).vocab)
+            vocab = None if isinstance(draft.model, DraftHead) else LMHead(draft.model).vocab
+            signal = Signal(target, reader=draft.model, vocab=vocab)
         self.draft, self.signal, self.settings = draft, signal, settings
         self.reference = open_draft(reference, target) if isinstance(reference, str) else reference
         if self.reference is not None:

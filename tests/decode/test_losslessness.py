@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import Clock, EnumerationNumbers, Experiment, ScriptedRunner, enumerate_runs, joint_bias, random_table
+from enumeration import (
+    Clock,
+    EnumerationNumbers,
+    Experiment,
+    ScriptedRunner,
+    enumerate_runs,
+    joint_bias,
+    next_logits,
+    random_table,
+)
+from families import build_tiny, in_double
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
@@ -20,6 +30,7 @@ from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.sampling import LogitsWarper, Prefixes, Rng, TorchRng
 from decode.core.stop import (
+    CostOptimal,
     Fixed,
     StopRule,
     Threshold,
@@ -34,6 +45,7 @@ from decode.drafters.model import ModelDrafter, ParallelDrafter
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
 from decode.loop import Method
 from decode.methods import STOPS, MethodInputs, build
+from decode.models.check import open_draft_runner
 from decode.models.fast.forward import fast_runner
 from decode.options import MethodOptions
 
@@ -195,14 +207,19 @@ class _Eager(Threshold):
 
 
 @pytest.mark.parametrize(
-    ("confidence", "product", "value"),
-    [(max_probability, False, 0.55), (max_probability, True, 0.45), (negative_entropy, False, -1.2)],
+    ("confidence", "product", "threshold"),
+    [
+        (max_probability, False, Fixed(0.55)),
+        (max_probability, True, Fixed(0.45)),
+        (max_probability, True, CostOptimal(0.45, drafted=False, every=1)),
+        (negative_entropy, False, Fixed(-1.2)),
+    ],
 )
 def test_refusing_to_draw_is_lossless_where_the_rule_reads_only_the_distribution(
-    confidence, product: bool, value: float
+    confidence, product: bool, threshold: Threshold
 ) -> None:
     experiment, draft = scripted_pair(4, tokens=3)
-    stop = StopRule(5, confidence, product=product, threshold=Fixed(value), refuse=True)
+    stop = StopRule(5, confidence, product=product, threshold=threshold, refuse=True)
     assert experiment.bias(Method("refuse", ModelDrafter(draft, SAMPLE, 4), stop)) < TOLERANCE
     assert {trace[0].drafted for trace in experiment.traces} >= {1, 2}
 
@@ -233,6 +250,22 @@ def test_padded_vocabularies_are_lossless(draft_vocab: int, warp: str) -> None:
     experiment, draft = scripted_pair(4, tokens=3, draft_vocab=draft_vocab, warp=WARPS[warp])
     experiment.prompt = [0, 1, 1, 0]
     assert experiment.bias(Method("padded", ModelDrafter(draft, WARPS[warp], 4), StopRule(5))) < TOLERANCE
+
+
+@pytest.mark.parametrize("warp", ["top-p", "repetition-top-p", "greedy-repetition"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the hand-written forward, and transformers' own
+def test_draft_models_of_some_tokens_are_lossless(family: str, warp: str, double) -> None:
+    """q is 0 of all other ids and sums to 1 over these, whose rows of the output head alone are read."""
+    target = double("llama", vocab_size=6)
+    draft = in_double(build_tiny(family, vocab_size=6, seed=3, dtype=torch.float64))
+    draft.config.draft_ids = some = [1, 2, 4]
+    runner = open_draft_runner(draft, target)
+    assert next_logits(runner, [0, 5]).shape == (3,)
+    experiment = Experiment(fast_runner(target), WARPS[warp], [3, 1, 4, 1], 3)
+    system = Method("some", ModelDrafter(runner, WARPS[warp], 6), StopRule(3))
+    with torch.inference_mode():
+        assert experiment.bias(system) < TOLERANCE
+    assert {token for trace in experiment.traces for round in trace for token in round.draft.ids} <= {*some}
 
 
 @pytest.mark.parametrize("stop_ids", [(0,), (1, 2)])
@@ -334,6 +367,9 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRule(5, token_probability, threshold=Fixed(0.4))
     assert experiment.bias(Method("fine", model, stop)) < TOLERANCE
     assert experiment.bias(Method("drops", _DropsTheToken(draft, SAMPLE, 3), stop)) > 0.01
+    estimate = StopRule(5, token_probability, product=True, threshold=CostOptimal(0.4, drafted=False))
+    assert experiment.bias(Method("estimates", model, estimate)) < TOLERANCE
+    assert experiment.bias(Method("drops", _DropsTheToken(draft, SAMPLE, 3), estimate)) > 0.01
     assert experiment.bias(Method("from p", model, StopRule(), _CorrectsFromP())) > 0.01
 
     assert experiment.bias(Method("copy", LookupDrafter(), StopRule())) < TOLERANCE

@@ -200,14 +200,17 @@ def test_on_trees_hugging_faces_schedule_and_the_controllers_compare_with_the_de
 
 
 def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> None:
-    controller = CostOptimal(0.3, decay=1.0)
-    assert controller.value == pytest.approx(0.3)  # plain decoding: one token a forward
-    cost = tokens = 0.0
+    ahead, behind = CostOptimal(0.3, drafted=False, decay=1.0), CostOptimal(0.3, decay=1.0)
+    assert ahead.value == behind.value == pytest.approx(0.3)  # plain decoding: one token a forward
+    cost = tokens = accepted_of = tested = 0.0
     for drafted, accepted in [(1, 1), (3, 1), (5, 5), (2, 0), (4, 2)]:
-        controller.observe(chain_round(drafted, accepted, [0.5] * drafted))
+        for controller in (ahead, behind):
+            controller.observe(chain_round(drafted, accepted, [0.5] * drafted))
         cost += 1 + 0.3 * drafted
-        tokens += accepted + 1
-        assert controller.value == pytest.approx(tokens / cost * 0.3, abs=1e-12)
+        tokens, accepted_of, tested = tokens + accepted + 1, accepted_of + accepted, tested + min(accepted + 1, drafted)
+        assert ahead.value == pytest.approx(tokens / cost * 0.3, abs=1e-12)
+        # what is not drafted yet is accepted at the rate of all
+        assert behind.value == pytest.approx(tokens / cost * 0.3 * (tested + 1) / (accepted_of + 1), abs=1e-12)
 
 
 def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that_are_read() -> None:
@@ -218,15 +221,15 @@ def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that
     assert STOPS["cost-optimal"](inputs).threshold.value == 0.4
 
 
-def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:
-    controller = CostOptimal(prior=4.0)
-    assert controller.calibrate(0.63) == pytest.approx(0.63)
-    for accepted in (1, 0, 0):
-        controller.observe(chain_round(3, accepted, [0.62, 0.63, 0.99]))
-    # tested at .6 to .65: kept; then the second one refused; refused; refused
-    assert controller.calibrate(0.63) == pytest.approx((1 + 4 * 0.63) / (4 + 4))
-    assert controller.calibrate(0.99) == pytest.approx(0.99)  # never tested
-    assert 0 < controller.calibrate(1.0) <= 1
+def test_cost_optimal_estimates_the_acceptance_of_tested_tokens_from_their_confidence() -> None:
+    controller, chance = CostOptimal(), random.Random(0)
+    assert [controller.calibrate(c) for c in (0.2, 0.63, 0.999)] == pytest.approx([0.2, 0.63, 0.999])
+    assert 0 < controller.calibrate(0.0) < controller.calibrate(1.0) < 1
+    for _ in range(4000):  # two confidences, which are accepted four times and once of five; drafts end at a rejection
+        kinds = [chance.random() < 0.5 for _ in range(4)]
+        hits = [chance.random() < (0.8 if sure else 0.2) for sure in kinds]
+        controller.observe(chain_round(4, [*hits, False].index(False), [0.99 if sure else 0.6 for sure in kinds]))
+    assert [controller.calibrate(c) for c in (0.6, 0.99)] == pytest.approx([0.2, 0.8], abs=0.05)
 
 
 # -- put together ----------------------------------------------------------------

@@ -57,7 +57,7 @@ OTHERS = [
     Case("lookahead"),
     Case("block", "dspark"),
     *(Case("block", kind) for kind in BLOCKS[::2]),
-    Case("block-confidence", "dspark"),
+    Case("cost-optimal", "dspark"),
     Case("hybrid", "model"),
     *(Case(name) for name in ("autoregressive", "prompt-lookup", "suffix", "rest", "adaptix")),
 ]

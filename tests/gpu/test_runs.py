@@ -106,13 +106,6 @@ def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     assert (tmp_path / "tiny" / "probes" / "probes.safetensors").is_file()
 
 
-def test_a_quantised_target(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    settings = settings_in(tmp_path)
-    settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    finished(settings)
-
-
 def test_a_run_with_adamw_in_8_bits(tmp_path: Path) -> None:
     if not CUDA or find_spec("bitsandbytes") is None:
         pytest.skip("needs a GPU and bitsandbytes")

@@ -193,13 +193,15 @@ def drafted(head: BlockHead, target: PreTrainedModel) -> Tensor:
 
 def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draft, Signal]:
     """A draft in training, from which nothing is drawn by chance, and what the target in float64 says beside it."""
-    if kind == "language model":
+    if kind.startswith("language model"):
         model = in_double(build_tiny("llama", seed=7, dtype=torch.float64))
-        return LanguageModelDraft(model.train(), 5), Signal(target)
+        if kind.endswith("some tokens"):
+            model.config.draft_ids = list(range(0, 48, 2))
+        return LanguageModelDraft(model.train(), 5), Signal(target, reader=model)
     if kind == "parallel":
         model = in_double(build_tiny("llama", seed=7, dtype=torch.float64))
-        model.config.pard_token = 47
-        return ParallelDraft(model.train(), steps), Signal(target)
+        model.config.pard_token, model.config.draft_ids = 47, list(range(0, 48, 2))
+        return ParallelDraft(model.train(), steps), Signal(target, reader=model)
     if kind in BLOCK_ARCHITECTURES:
         block: Any = make_block_head(target, kind, **{"layers": 1, "block": 3} | shape)
         return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token

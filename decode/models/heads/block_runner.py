@@ -156,9 +156,7 @@ class BlockRunner(DraftHeadRunner):
             chosen.append(slot.gather(1, chosen[-1]))
         return tokens.gather(2, torch.stack(chosen[1:], 1))[..., 0]
 
-    def condition(
-        self, block: Block, slot: int, texts: Sequence[int], tokens: Tensor | None, *, confident: bool = False
-    ) -> Out:
+    def condition(self, block: Block, slot: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
         """A slot of some texts after the tokens before it, with logits over the target's vocabulary.
 
         Args:
@@ -166,26 +164,21 @@ class BlockRunner(DraftHeadRunner):
             slot: of those that draft.
             texts: their numbers.
             tokens: before the slot, one of each text or several, ``[n]`` or ``[n, m]``; None: the anchors.
-            confident: ask the confidence head, which does not look at the token that is drafted.
         """
-        head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
-        anchors = block.anchors
+        head, logits, hidden, anchors = self.head, block.logits[:, slot], block.hidden[:, slot], block.anchors
         if len(texts) < len(logits):
             (at,) = upload_all([texts], self.device)
             logits, hidden, anchors = (x.index_select(0, at) for x in (logits, hidden, anchors))
         tokens = anchors if tokens is None else tokens
         if tokens.dim() > 1:
             logits, hidden = (x.repeat_interleave(tokens.shape[1], 0) for x in (logits, hidden))
-        inputs = hidden
         if head.markov_head is not None and self.bias is not None:
             row = head.markov_head.markov_w1.weight.index_select(0, tokens.flatten())
-            m, inputs = head.markov_head(hidden, row), torch.cat([hidden, row], -1)
+            m = head.markov_head(hidden, row)
             if head.candidates:
                 unary, kept = logits.topk(head.candidates)
                 chosen = finished(unary + (self.bias.weight[kept] @ m[..., None])[..., 0], *self.finish)
                 logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
             else:
                 logits = finished(self.bias.add_to(logits, m), *self.finish)
-        if confident and head.confidence_head is not None:
-            accepted = head.confidence_head(inputs).float()
-        return Out(self.expand(logits), hidden, accepted=accepted)
+        return Out(self.expand(logits), hidden)

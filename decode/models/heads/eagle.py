@@ -380,6 +380,14 @@ def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
     return part
 
 
+def draft_ids(draft: PreTrainedModel | DraftHead) -> Tensor | None:
+    """The target's ids that a draft drafts, ascending, of a draft model by its configuration; None: all of them."""
+    if isinstance(draft, DraftHead):
+        return draft.draft_ids()
+    ids = getattr(draft.config, "draft_ids", None)
+    return ids and torch.tensor(ids, device=draft.device)
+
+
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 

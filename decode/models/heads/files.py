@@ -25,7 +25,7 @@ from decode.files import Fields, read_json, read_model_json, write_safely, write
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import SELECTOR, BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
-from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
+from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers, draft_ids
 from decode.models.heads.kinds import HEADS
 from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.sources import located
@@ -277,6 +277,8 @@ def unserved(head: DraftHead | PreTrainedModel) -> dict[str, str]:
         slides = window and SLIDING in (getattr(config, "layer_types", None) or [SLIDING])
         why += [(slides, ["llama.cpp"], f"its window of {window} tokens is not read there")]
         why += [(config.model_type == "llama" and config.mlp_bias, ["sglang"], "its mlp_bias is not read there")]
+        some = "it drafts some tokens, and there all rows of its head are drafted from"
+        why += [(draft_ids(head) is not None, ENGINES, some)]
     if isinstance(head, FeatureHead):
         third, states = head.version == 3, head.captured_layers
         why += [

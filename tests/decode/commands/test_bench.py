@@ -56,12 +56,12 @@ def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny, tmp_path):
 
 
 def test_without_names_the_methods_are_those_that_target_and_draft_allow(tiny, tmp_path) -> None:
-    """A head without a confidence head does not stop by it, and a recurrent target reads no trees."""
+    """A block head is no feature head, and a recurrent target reads no trees."""
     llama, recurrent = tiny("llama"), build_architecture("Mamba-2")
     for target, draft in ((llama, make_block_head(llama, "dflash")), (recurrent, None)):
         drafts = {"d": draft} if draft is not None else {}
         settings, pair = BenchSettings(target="t", threads=1, pack="off"), Pair(target, make_tokenizer())
-        methods = ["block", "block-confidence", "prompt-lookup", "lookahead"][0 if drafts else 2 :]
+        methods = ["block", "eagle", "prompt-lookup", "lookahead"][0 if drafts else 2 :]
         names = [entry.method for entry in open_session(settings, methods, pair, drafts, tmp_path)[1]]
         assert names == (["block", "prompt-lookup", "lookahead"] if drafts else ["prompt-lookup"])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decode.core.draft import Drafts
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
-from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
+from decode.core.stop import CostOptimal, Fixed, StopRule, max_probability, token_probability
 from decode.drafters.model import BlockDrafter, Step
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
@@ -119,21 +119,6 @@ def test_the_likeliest_tokens_are_those_of_the_slots_one_after_the_other(tiny) -
             ids.append(token)
 
 
-@torch.inference_mode()
-def test_a_slots_confidence_reads_its_state_and_the_token_before(double) -> None:
-    target = double("llama", vocab_size=SMALL)
-    head = make_block_head(target, "dspark")
-    runner, out = drafted_block(head, target)
-    confidence, markov = head.confidence_head, head.markov_head
-    assert confidence is not None
-    assert markov is not None
-    for slot, before in enumerate([PROMPT[-1], 2, 7, 1]):
-        odds = confidence(torch.cat([out.hidden[0, slot], markov.markov_w1.weight[before]]))
-        found = runner.condition(out, slot, [0], torch.tensor([before]), confident=True).accepted
-        assert found is not None
-        assert found.item() == pytest.approx(odds.item(), rel=1e-6)
-
-
 @pytest.mark.parametrize(("version", "behind"), [("dflash", 0), ("dspark", 1)])
 def test_the_last_slot_of_a_block_is_the_last_position_of_the_model(version: str, behind: int, tiny) -> None:
     target = tiny("llama", max_position_embeddings=12)
@@ -148,9 +133,7 @@ def methods(head: BlockRunner, runner: Any, warp: LogitsWarper) -> dict[str, Met
     """Chains and trees, stopped by length and by what the head thinks of its tokens."""
     likeliest, drawn = (BlockDrafter(head, runner, warp, sample=sample) for sample in (False, True))
     stops = {"length": StopRule(3), "own": StopRule(3, token_probability, threshold=Fixed(0.3))}
-    if head.head.confidence_head is not None:
-        stops["confidence"] = StopRule(3, own_estimate, product=True, threshold=Fixed(0.4), refuse=True)
-        stops["cost"] = StopRule(3, own_estimate, product=True, threshold=CostOptimal(0.3), refuse=True)
+    stops["cost"] = StopRule(3, max_probability, product=True, threshold=CostOptimal(0.3, every=1), refuse=True)
     found = {f"{name} {stop}": Method("", drafter, rule) for stop, rule in stops.items()
              for name, drafter in (("likeliest", likeliest), ("drawn", drawn))}  # fmt: skip
     tree = BlockTreeDrafter(head, runner, warp, width=2, nodes=5)
@@ -167,7 +150,7 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -
     for name, method in methods(head, runner, warp).items():
         assert there.bias(method) < 1e-12, name
         assert sum(sum(r.drafted for r in trace) for trace in there.traces), name
-        if shape is KINDS[2][1] and "cost" not in name:  # whose calibration learns from both texts
+        if shape is KINDS[2][1] and "cost" not in name:  # whose estimate learns from both texts
             with torch.inference_mode():
                 assert joint_bias(runner, method, warp, [PROMPT, [2, 7]], 2) < 1e-12, name
 
@@ -178,7 +161,7 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -
 def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[str, Any], tiny) -> None:
     target = tiny(family)
     runner, head = open_runner(target), BlockRunner(make_block_head(target, version, **shape), target)
-    for method in ("block", "block-tree", "hybrid", "cost-optimal", *(["block-confidence"] * (version == "dspark"))):
+    for method in ("block", "block-tree", "hybrid", "cost-optimal"):
         for prompt in (*PROMPTS, [5]):
             made = build(
                 method, MethodInputs(runner, GREEDY, head, options=MethodOptions(draft_length=3, tree_nodes=7))
@@ -337,10 +320,6 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
         BlockHead(block_config(config, "dflash", layers=1, block=4, mask_id=0, window=3))
     assert default_layers(36, 5) == (1, 9, 17, 25, 33)
     assert default_layers(30, 5) == (1, 8, 14, 20, 27)
-    target = tiny("llama")
-    runner, head = open_runner(target), BlockRunner(make_block_head(target, "dflash"), target)
-    with pytest.raises(UserError, match="confidence head"):
-        build("block-confidence", MethodInputs(runner, GREEDY, head))
 
 
 class Vocabulary:

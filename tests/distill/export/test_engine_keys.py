@@ -91,7 +91,6 @@ INERT = {
     "num_assistant_tokens": "the card's command has it",
     "num_target_layers": "engines count the target's layers",
     "return_dict": "bookkeeping of transformers",
-    "torch_dtype": "the number format of the file",
     "transformers_version": "bookkeeping of transformers",
     "use_cache": "bookkeeping of transformers",
     "use_sliding_window": "transformers' Qwen3Config drops the window without it",

@@ -40,8 +40,8 @@ MARKOV = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
 CONFIDENCE = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
-    "tie_word_embeddings", "torch_dtype",
+    "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act",
+    "tie_word_embeddings", "dtype",
 )  # fmt: skip
 """Fields of config.json that the engines read."""
 
@@ -95,7 +95,7 @@ def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path) -> None:
     assert config["architectures"] == ["DFlashDraftModel"]
     slots = {"target_layer_ids": [1, 2, 4], "mask_token_id": 47, "sample_from_anchor": False}
     assert config["dflash_config"] == slots | {"input_embedding_scale": 1.0}  # or llama.cpp takes a Gemma target's
-    assert (config["block_size"], config["is_causal"], config["rope_theta"]) == (5, False, 10000.0)
+    assert (config["block_size"], config["is_causal"], config["rope_parameters"]["rope_theta"]) == (5, False, 10000.0)
     assert config["layer_types"] == ["full_attention"] * 2
     assert state.keys() == BACKBONE
     assert (out / "tokenizer.json").exists()

@@ -9,16 +9,22 @@ import torch
 from families import FAMILIES, NEEDED, build_tiny, in_double, with_layers
 from pairs import make_tokenizer
 from safetensors.torch import load_file
-from tiny_run import STAGES, begun, bench, check_killed_ends_alike, run_tiny, tiny_settings
+from tiny_run import STAGES, begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM
 
+from decode.core.sampling import LogitsWarper
+from decode.measure.acceptance import offline_alphas
+from decode.models.heads.eagle import draft_ids
 from decode.models.heads.files import load_head
-from distill.config import DraftSettings, Settings
+from distill.config import DraftSettings, ExportSettings, Settings
 from distill.config.models import BlockSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import ResponseSettings
+from distill.export.card import exported_facts
+from distill.export.draft import export_draft
 from distill.kinds.language_model import cut, kept_layers
 from distill.networks.layers import decoder_layers, final_norm
 from distill.networks.lm_head import LMHead, check_head
+from distill.run import Run
 from distill.stages import run_stages
 
 STUDENTS = {
@@ -154,6 +160,40 @@ def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str
     draft.save_pretrained(tmp_path)
     assert len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path))) == 2
     assert final_norm(draft) is not final_norm(model)
+
+
+@pytest.mark.parametrize("kind", ["cut", "as_is"])
+def test_a_language_model_that_drafts_some_tokens_learns_these_and_says_so_in_its_file(kind: str, tmp_path) -> None:
+    settings = begun(tiny_settings(tmp_path, student=StudentSettings(kind="cut", draft_vocab=64)))
+    settings.teacher.signal = "topk" if kind == "cut" else "hidden"
+    if kind == "as_is":
+        words = Run(settings).tokenizer
+        shape = {
+            "vocab_size": len(words) + 4,
+            "max_position_embeddings": 256,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+        }
+        given(tmp_path / "draft", build_tiny("llama", seed=3, **shape), words)
+        settings.student = StudentSettings(kind="as_is", model=str(tmp_path / "draft"), draft_vocab=64)
+    _, run, printed = run_tiny(settings)
+    assert "64 tokens drafted, " in printed
+    target, *made = map(AutoModelForCausalLM.from_pretrained, map(run.path, STAGES))
+    ids = draft_ids(made[0])
+    assert all(ids.equal(draft_ids(each)) for each in made)
+    assert ids.tolist() == sorted({*ids.tolist()})
+    text = torch.tensor([run.corpus.test[0]["input_ids"][:20]])
+    p, q = (model(input_ids=text).logits[0, 3:19].softmax(-1) for model in (target, made[1]))
+    q = torch.zeros_like(p).index_copy(1, ids, q[:, ids] / q[:, ids].sum(-1, keepdim=True))
+    alphas = offline_alphas(target, {"draft": made[1]}, [(text[0].tolist(), 4)], LogitsWarper(1.0))["draft"]
+    torch.testing.assert_close(torch.tensor(alphas[0].texts[0]).float(), torch.minimum(p, q).sum(-1).detach())
+    losses = [row["loss"] for row in run.record("distillspec").history]
+    assert losses[-1] < losses[0]
+    with pytest.warns(UserWarning, match="as it was trained"):
+        folder = export_draft(run.path("adaspec"), run.path("target"), tmp_path / "export", ExportSettings())
+    assert draft_ids(AutoModelForCausalLM.from_pretrained(folder)).equal(ids)
+    assert exported_facts(folder)["unserved"].keys() == {"vllm", "sglang", "llama.cpp"}
+    assert "It drafts 64 of the " in (folder / "README.md").read_text()
 
 
 def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.open import load_model
-from distill.config.models import LayerSkipSettings, LoraSettings, TargetSettings, TrainingSettings
+from distill.config.models import LayerSkipSettings, LoraSettings, TrainingSettings
 from distill.data.dataset import label_mask
 from distill.losses.chunked import next_token_loss
 from distill.networks import models
@@ -23,12 +23,10 @@ from distill.networks.layerskip import LayerSkip, dropout_rates, exits_on
 from distill.networks.lm_head import LMHead, check_head
 from distill.networks.models import (
     adapted,
-    check_quantization,
     checkpoint_layers,
     hollow_target,
     make_optimizer,
     make_schedule,
-    open_frozen,
 )
 from distill.training.modules import CausalLMModule
 
@@ -102,16 +100,6 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match=r"NaN or infinite, as are its weights .*layers\.0\.mlp\.up_proj\.weight"):
         check_head(model, LMHead(model))
-
-
-def test_quantisation_is_asked_of_transformers(monkeypatch) -> None:
-    monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
-    cpu, eight = torch.device("cpu"), {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    given = open_frozen(TargetSettings(quantization=eight), "x", cpu)
-    assert given["quantization_config"].load_in_8bit
-    assert given["device"] == cpu
-    with pytest.raises(UserError, match=r"target\.quantization is .*'nothing'"):
-        check_quantization("target.quantization", {"quant_method": "nothing"}, "cpu")
 
 
 @pytest.fixture

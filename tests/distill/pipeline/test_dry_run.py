@@ -87,11 +87,6 @@ def test_what_is_here_is_checked_as_in_the_run(tmp_path, tiny) -> None:
     settings.student = StudentSettings(kind="eagle3", model=str(tmp_path / "nothere"))
     with pytest.raises(UserError, match="nothere holds no feature head"):
         shrink(settings, Console(quiet=True))
-    config = json.loads((tmp_path / "target/config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "target/config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"target.model holds weights .*gptq.* cannot be used here"):
-        shrink(settings, Console(quiet=True))
 
 
 def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path) -> None:

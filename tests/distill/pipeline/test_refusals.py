@@ -47,7 +47,6 @@ Usage = namedtuple("Usage", "total used free")
         ({"trainer__attention": "flash_attention_2"}, r"is flash_attention_2, which \w+ cannot use here"),
         ({"trainer__accumulate": 5}, r"target.training.batch_size is 4, expected at least 5"),
         ({"training__batch_size": 21}, r"drafts.distillspec.training.batch_size is 21, .*at most 20"),
-        ({"teacher__signal": "vllm", "target__quantization": {"x": 1}}, r"signal is 'vllm', and the target stands"),
         ({"student__kind": "eagle", "0__on_policy": 0.5}, r"kind is 'eagle', and heads learn from texts of the target"),
         (
             {"teacher__signal": "vllm", "teacher__engine__keep": "topk", "student__kind": "eagle3"},

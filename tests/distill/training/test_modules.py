@@ -101,7 +101,9 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
 
 
 @pytest.mark.parametrize("k", [1.0, 0.3])
-@pytest.mark.parametrize("kind", ["language model", "parallel", "eagle", "eagle3", "dspark", "dflash2"])
+@pytest.mark.parametrize(
+    "kind", ["language model", "language model of some tokens", "parallel", "eagle", "eagle3", "dspark", "dflash2"]
+)
 def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str, k: float) -> None:
     """Of each drafting step of a feature head its share; of blocks the slots that are reached."""
     target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
