@@ -92,9 +92,7 @@ WHEN: dict[str, Callable[[Settings], object]] = {
     "student.dtype": _kinds("student", "as_is"),
     "student.layers": _kinds("student", "cut"),
     "student.norms": _kinds("student", "eagle3"),
-    "student.unroll": lambda settings: (
-        "unroll" in settings.student.draft.settings and (settings.student.draft.head or settings.student.steps > 1)
-    ),
+    "student.unroll": lambda settings: "unroll" in settings.student.draft.settings and settings.student.steps > 1,
     "student.block": lambda settings: "block" in settings.student.draft.settings,
     "teacher.signal_k": lambda settings: settings.teacher.kept == "topk",
     "teacher.engine.keep": lambda settings: settings.teacher.in_engine,

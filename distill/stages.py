@@ -175,7 +175,6 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
         model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
     if several and mask_of(model) is None:
         model.config.pard_token = mask_token(tokenizer, min(model.get_input_embeddings().num_embeddings, vocab))
-        run.line(f"drafts {full.student.steps} tokens in one forward; token {model.config.pard_token} is the mask")
     if drafted:  # its output head keeps all rows, for engines
         vocab = min(len(model.get_output_embeddings().weight), vocab)
         model.config.draft_ids = frequent_ids(run, drafted, vocab).tolist()
