@@ -25,7 +25,8 @@ class TrainingSettings:
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones are faster."""
     optimizer: str | Values = "adamw"
-    """adamw, or a class such as {class_path: bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}."""
+    """adamw; muon, which moves the matrices inside layers by orthogonal steps and learns more in few; or a class such
+    as {class_path: bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -44,7 +45,7 @@ class TrainingSettings:
         return self.steps or max(1, round((self.epochs or 0) * examples / self.batch_size))
 
     def optimizer_class(self) -> tuple[Any, Values]:
-        """Return the class of an optimiser other than adamw, and its arguments beside the learning rate."""
+        """Return the class of an optimiser other than these two, and its arguments beside the learning rate."""
         chosen = cast(Values, self.optimizer)
         return pkgutil.resolve_name(chosen["class_path"]), chosen.get("init_args", {})
 
@@ -53,11 +54,11 @@ class TrainingSettings:
         both = (self.steps is None) == (self.epochs is None)
         refuse(self, (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"), where=f"{where}.")
         try:
-            if self.optimizer != "adamw":
+            if self.optimizer not in ("adamw", "muon"):
                 kind, arguments = self.optimizer_class()
                 inspect.signature(kind).bind([], lr=self.lr, **arguments)
         except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
-            expected = f"expected adamw or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
+            expected = f"expected adamw, muon or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
             raise UserError(f"{where}.optimizer is {self.optimizer!r}, {expected}") from error
 
 

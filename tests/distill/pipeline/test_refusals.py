@@ -35,7 +35,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
-        ({"training__optimizer": "muon"}, r"training.optimizer is 'muon', expected adamw or {class_path"),
+        ({"training__optimizer": "lion"}, r"training.optimizer is 'lion', expected adamw, muon or {class_path"),
         ({"training__optimizer": {"class_path": "torch.optim.Mu"}}, r"has no attribute 'Mu'"),
         ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*leave those keys out"),
         ({"trainer__extra": {"devices": 2}}, r"trainer.extra is {'devices': 2}, .*leave those keys out"),
