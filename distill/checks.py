@@ -12,7 +12,6 @@ from distill.data.dataset import Examples
 from distill.engine.devices import server_gpus
 from distill.fingerprints import stage_fingerprints
 from distill.kinds.language_model import kept_layers
-from distill.kinds.parallel import check_slots
 from distill.kinds.start import start_from_head
 from distill.networks.models import (
     config_of,
@@ -122,8 +121,6 @@ def _check_models(run: Run) -> None:
             )
     if settings.student.draft.head:
         settings.student.draft.check_target(empty_model(settings.target, vocab))
-    elif settings.student.steps > 1:
-        check_slots(empty_model(settings.target if settings.student.kind == "cut" else settings.student, vocab))
     if settings.student.kind == "cut":
         kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
     elif not settings.student.draft.head:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -215,25 +215,17 @@ class ParallelDrafter(ModelDrafter):
         self.mask = mask
 
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
-        """Tokens are chosen from left to right, or all at once where nothing looks at them in between."""
-        warp, feeds, slots, end, most = self.warp, list[Ids](), list[int](), 0, max(limits)
-        for request, limit in zip(requests, limits):
-            feeds.append(self.unread(request) + [self.mask] * (limit - 1))
-            end += len(feeds[-1])
-            slots += [end - limit + min(at, limit - 1) for at in range(most)]  # the last one fills up
-        *tokens, at = upload_all([*feeds, slots], self.runner.device)
-        out = self.runner.forward([Read(request.state.cache, ids) for request, ids in zip(requests, tokens)])
+        """Tokens are chosen from left to right once all their distributions were computed."""
+        device, caches = self.runner.device, [request.state.cache for request in requests]
+        feeds = [[*self.unread(request), *[self.mask] * (n - 1)] for request, n in zip(requests, limits)]
+        ends = [*accumulate(map(len, feeds))]
+        out = self.runner.forward(list(map(Read, caches, upload_all(feeds, device))))
         for request in requests:
             request.state.cache.truncate(len(request.ids))
-        logits, hidden = (x.index_select(0, at).unflatten(0, (-1, most)) for x in (out.logits, out.hidden))
-        watched = requests[0].stop.confidence is not None or requests[0].keep_logits
-        if warp.greedy and not (watched or warp.needs_prefix):
-            rows = in_target(logits.flatten(0, 1), self.runner.columns, self.vocab)
-            return Drafts(warp.top(rows, None).view(-1, most), list(limits))
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
-            chosen = slice(None) if len(texts) == len(requests) else upload(texts, logits.device)
-            return Out(logits[chosen, at], hidden[chosen, at])
+            rows = upload([ends[i] - limits[i] + at for i in texts], device)
+            return Out(out.logits[rows], out.hidden[rows])
 
         return self.chains(requests, limits, step)
 

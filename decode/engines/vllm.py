@@ -14,7 +14,7 @@ from typing_extensions import override
 from decode.core.draft import Ids
 from decode.engines.base import FOLLOWING, Engine, EngineKind
 from decode.errors import UserError
-from decode.files import Fields
+from decode.files import Fields, read_json
 
 OLDEST = Version("0.32")
 # without compiled graphs and kept prefixes, so that texts can be compared
@@ -48,6 +48,8 @@ class Vllm(EngineKind):
         command = [str(engine.program), *(option.format_map(values) for option in OPTIONS.split())]
         if draft_length:
             drafting = {"method": engine.method, "model": engine.draft, "num_speculative_tokens": draft_length}
+            if "pard_token" in read_json(Path(engine.draft) / "config.json"):
+                drafting["parallel_drafting"] = True
             command += ["--speculative-config", json.dumps(drafting)]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -10,36 +10,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from decode.models.api import Model
 from decode.models.huggingface import attending
 
 
 def mask_of(draft: Any) -> int | None:
     """The id of the mask token of a draft, opened or as it was loaded; None: it drafts a token in each forward."""
-    config = getattr(draft.model if isinstance(draft, Model) else draft, "config", None)
-    token: int | None = getattr(config, "pard_token", None)
+    token: int | None = getattr(getattr(getattr(draft, "model", draft), "config", None), "pard_token", None)
     return token
 
 
+def slots_of(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The layout of texts whose tokens are each followed by a draft of so many slots, ``[texts, time]``, on the host.
+
+    Returns:
+        Of each token and of each masked slot behind the text the last token before its draft (of a token itself, of
+        what fills up ``time``) and its place in the draft, both ``[texts, width]``; and where the slots are among all
+        of these, ordered by their place.
+    """
+    drafts = [(torch.arange(int(row.max()))[:, None] + 1 < row).nonzero() for row in lengths]
+    time, columns = lengths.shape[1], [[draft[:, i] for draft in drafts] for i in (0, 1)]
+    starts = pad_sequence(columns[1], batch_first=True, padding_value=time)
+    begin = torch.cat([torch.arange(time).expand(len(lengths), -1), starts], 1)
+    place = functional.pad(pad_sequence(columns[0], batch_first=True) + 1, (time, 0))
+    there = (functional.pad(lengths, (0, 1)).gather(1, begin) > place).flatten().nonzero()[:, 0]
+    return begin, place, there[place.flatten()[there].argsort(stable=True)]
+
+
 @contextmanager
-def masked(tokens: Tensor, start: Tensor, slot: Tensor, mask: int) -> Iterator[dict[str, Tensor]]:
-    """Within it, a model's forward with the inputs that are given reads texts, and behind them slots of many drafts.
+def masked(tokens: Tensor, begin: Tensor, place: Tensor, mask: int | None) -> Iterator[dict[str, Tensor]]:
+    """Within it, a model's forward with the inputs that are given reads texts, and behind them masked slots of drafts.
 
     A slot sees the text up to the last token before its draft, and the slots of its draft up to itself.
 
     Args:
         tokens: of the texts  # [batch, time]
-        start: position of the last token before the draft, of each slot; -1 where there is none  # [batch, slots]
-        slot: place of each in its draft, from 1  # [batch, slots]
+        begin: see `slots_of`.
+        place: the same.
         mask: id of the mask token.
     """
-    texts, time = tokens.shape
-    begin = torch.cat([torch.arange(time, device=tokens.device).expand(texts, -1), start], 1)
-    place = torch.cat([torch.zeros_like(tokens), slot], 1)
-    of_text, earlier = place[:, None] == 0, begin[:, None] <= begin[:, :, None]
-    own = (begin[:, None] == begin[:, :, None]) & (place[:, None] <= place[:, :, None])
-    allowed = torch.where(of_text, earlier, own)[:, None]  # by query and key
+    query, key, time = begin[:, :, None], begin[:, None], tokens.shape[1]
+    allowed = ((place == 0)[:, None] & (key <= query)) | (key == query)  # attention is causal by position besides
     positions = (begin + place).clamp_max(time - 1)  # what follows a text's end is not asked for
-    with attending(allowed, positions):
-        yield {"input_ids": torch.cat([tokens, torch.full_like(start, mask)], 1), "position_ids": positions}
+    with attending(allowed[:, None], positions):
+        ids = functional.pad(tokens, (0, begin.shape[1] - time), value=mask)
+        yield {"input_ids": ids, "position_ids": positions}

@@ -1,6 +1,5 @@
 """The logits of a target and its drafts on texts that the target wrote, by teacher forcing."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,11 @@ from decode.models.heads.eagle import DraftHead, FeatureHead, draft_ids, finish_
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import states_of
-from decode.models.parallel import mask_of, masked
+from decode.models.parallel import mask_of, masked, slots_of
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
 TOKENS = 4096  # most tokens of a forward, unless one text has more
 LOGITS = 1 << 25  # most logits of a model that are held at once
-SEEN = 1 << 26  # most pairs of tokens of a forward over masked slots
 States = tuple[Tensor, Callable[[Tensor], Tensor]]  # that an output head reads  # [batch, time, hidden]; to logits
 
 
@@ -91,12 +89,12 @@ def teacher_forced(
 
 
 def _states(
-    model: PreTrainedModel, tokens: Tensor, layers: Collection[int] = (), **more: Tensor
+    model: PreTrainedModel, input_ids: Tensor, layers: Collection[int] = (), **more: Tensor
 ) -> tuple[States, Sequence[Tensor]]:
     """What a model's output head reads of texts and how it becomes logits, and the hidden states of these layers."""
     head, known = model.get_output_embeddings(), model.get_input_embeddings().weight.shape[0]
-    tokens = tokens.clamp(max=known - 1)  # a draft of a shorter padded vocabulary reads its last id
-    inputs: Fields = {"input_ids": tokens, "use_cache": False, **more}
+    input_ids = input_ids.clamp(max=known - 1)  # a draft of a shorter padded vocabulary reads its last id
+    inputs: Fields = {"input_ids": input_ids, "use_cache": False, **more}
     read: list[Tensor] = []
 
     def last_only(module: Any, given: tuple[Tensor]) -> Tensor:
@@ -116,16 +114,18 @@ def _states(
 
 def _slots(draft: PreTrainedModel, tokens: Tensor, depth: int) -> list[States]:
     """The states of a language model by depth: those of a PARD draft that begins after each token, or of the first."""
-    mask, (texts, time), parts = mask_of(draft), tokens.shape, list[Tensor]()
+    mask, found = mask_of(draft), [torch.empty(0)] * depth
     if mask is None or depth == 1:
         return [_states(draft, tokens)[0]]
-    most = max(1, (math.isqrt(SEEN // texts) - time) // (depth - 1))
-    for begin in torch.arange(time, device=tokens.device).split(most):
-        start, slot = begin.repeat_interleave(depth - 1), torch.arange(1, depth, device=begin.device).repeat(len(begin))
-        with masked(tokens, start.expand(texts, -1), slot.expand(texts, -1), mask) as inputs:
-            (states, to_logits), _ = _states(draft, inputs["input_ids"], position_ids=inputs["position_ids"])
-        parts.append(states[:, time:].unflatten(1, (-1, depth - 1)))
-    return [(each, to_logits) for each in (states[:, :time], *torch.cat(parts, 1).unbind(2))]
+    for part in range(depth):  # so that a forward reads no more than twice the tokens
+        lengths = (torch.arange(tokens.shape[1]) % depth == part) * depth
+        begin, place, kept = (each.to(tokens.device) for each in slots_of(lengths.expand(tokens.shape)))
+        with masked(tokens, begin, place, mask) as inputs:
+            (states, to_logits), _ = _states(draft, **inputs)
+        for step, at in enumerate(kept.view(depth, len(tokens), -1)):
+            found[step] = found[step] if part else states.new_empty(*tokens.shape, states.shape[2])
+            found[step][:, part::depth] = states.flatten(0, 1)[at]
+    return [(each, to_logits) for each in found]
 
 
 def _unrolled(

@@ -17,6 +17,7 @@ from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.eagle import DraftHead, draft_ids
 from decode.models.heads.files import unserved
+from decode.models.parallel import mask_of
 from distill.kinds.kind import TOKEN_MAP, of_model
 
 Report = Mapping[str, Any]  # of a run, or a part of it
@@ -83,7 +84,8 @@ def describe(
     for engine, reason in (reasons := unserved(model)).items():
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=3)
     facts = {
-        "kind": "draft",
+        "kind": "draft" if mask_of(model) is None else "pard",
+        "mask_id": mask_of(model),
         "target": name,
         "folder": folder,
         "target_type": target.model_type,
@@ -120,7 +122,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
         measured: What `export_profile` returns. What is absent is left out.
     """
     measured, before = measured or {}, read_json(folder / PROFILE)
-    method = "draft_model" if facts["kind"] == "draft" else facts["kind"]
+    method = "draft_model" if facts["kind"] in ("draft", "pard") else facts["kind"]
     profile = before | {"method": method, "num_speculative_tokens": length, "measured": measured}
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.measure.acceptance import DEPTH
-from decode.models.huggingface import IMPLEMENTATIONS
 from decode.models.parallel import mask_of
 from decode.models.sources import language_model
 from distill.data.dataset import PLACES, REFERENCE, Batch, Chance
@@ -112,17 +111,8 @@ class LanguageModel(Kind):
 
     @override
     def rules(self, settings: Any) -> Rules:
-        several, implementation = settings.student.steps > 1, settings.trainer.attention
-        return [
-            (several and implementation not in ("auto", *IMPLEMENTATIONS), "trainer.attention", "and with "
-             f"student.unroll the draft learns masked slots: choose auto or one of {', '.join(IMPLEMENTATIONS)}"),
-            (several and settings.export.gguf, "export.gguf", "and llama.cpp reads no masked slots: leave it "
-             "empty, or set student.unroll to null"),
-        ]  # fmt: skip
-
-    @override
-    def longest(self, student: Any, wanted: int) -> int:
-        return min(wanted, student.steps) if student.steps > 1 else wanted
+        other = settings.student.steps > 1 and settings.trainer.attention not in ("auto", "sdpa", "eager")
+        return [(other, "trainer.attention", "which reads no masked slots: set it to sdpa, or student.unroll to null")]
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from families import build_tiny
 from heads import learned_head, make_block_head
 from pairs import make_tokenizer
+from some_rows import everything, from_lists
 
 from decode.__main__ import main
 from decode.engines.gguf import convert
@@ -24,8 +25,13 @@ from decode.engines.server import CHECKOUT, ENGINES, Engine, Server, opened
 from decode.models.heads.block import BlockHead
 from decode.models.heads.files import save_head
 from distill.config import ExportSettings
+from distill.data.chat import IGNORE
 from distill.export.draft import export_draft
 from distill.export.head import export_head
+from distill.kinds.parallel import ParallelDraft
+from distill.losses.chunked import chunked_loss
+from distill.losses.divergences import Divergence
+from distill.signal.target import Signal
 
 PROMPTS = ("Tom has 3 apples", "How many apples does he have?", "buys 4 more apples", "Das Ma")
 BUDGET, LENGTH = 24, 28  # new tokens of each text, and tokens of each of `even_prompts`
@@ -45,8 +51,8 @@ needs_llama = pytest.mark.skipif(
 
 
 def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
-    """``target``, ``draft`` (the target with noise), ``head`` (EAGLE-3), ``dflash`` and ``dspark``, trained so many
-    steps, in shapes that vLLM's CPU kernels take; some texts of the target end."""
+    """``target``, ``draft`` (the target with noise), ``pard`` (it with masks), ``head`` (EAGLE-3), ``normed`` (3.1),
+    ``dflash`` and ``dspark``, trained so many steps, in shapes that vLLM's CPU kernels take; some texts end."""
     shape = {"vocab_size": 280, "max_position_embeddings": 256, "eos_token_id": 0, "hidden_size": 64,
              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 4}  # fmt: skip
     tokenizer = make_tokenizer(chat=True)
@@ -57,13 +63,18 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
     with torch.no_grad():
         for weight in draft.parameters():
             weight.add_(0.01 * weight.std() * torch.randn(weight.shape, generator=generator))
-    for name, model in (("target", target), ("trained", draft)):
+    pard = learned_masks(target, copy.deepcopy(draft), prompts, steps)
+    for name, model in (("target", target), ("trained", draft), ("trained-pard", pard)):
         model.generation_config.eos_token_id = 0
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     settings = ExportSettings()
     export_draft(folder / "trained", folder / "target", folder / "draft", settings)
-    heads = {"head": learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps)}
+    export_draft(folder / "trained-pard", folder / "target", folder / "pard", settings)
+    heads: dict[str, Any] = {
+        name: learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps, norms=name == "normed")
+        for name in ("head", "normed")
+    }
     heads |= {kind: learned_block(target, prompts, kind, steps) for kind in ("dflash", "dspark")}
     for name, head in heads.items():
         (folder / f"trained-{name}").mkdir()
@@ -92,6 +103,22 @@ def end_texts(target: Any, prompts: list[list[int]]) -> None:
     for table in {target.get_input_embeddings().weight, target.get_output_embeddings().weight}:
         table[[0, token]] = table[[token, 0]]
     target.get_output_embeddings().weight.mul_(3)
+
+
+def learned_masks(target: Any, draft: Any, prompts: list[list[int]], steps: int) -> Any:
+    """A model that learns to draft five tokens in one forward from the target's greedy answers."""
+    draft.config.pard_token, ids = 7, list[list[int]]()
+    for prompt in prompts:
+        read = torch.tensor([prompt])
+        ids += target.generate(read, attention_mask=torch.ones_like(read), max_new_tokens=24, do_sample=False).tolist()
+    examples = from_lists(ids, [[IGNORE] * len(prompt) + row[len(prompt) :] for prompt, row in zip(prompts, ids)])
+    learner, optimiser = ParallelDraft(draft, 5), torch.optim.Adam(draft.parameters(), 1e-3)
+    signal, batch = Signal(copy.deepcopy(target)), learner.indexed(everything(examples))
+    for _ in range(2 * steps):
+        optimiser.zero_grad()
+        chunked_loss(learner.rows(batch, signal), Divergence())[0].backward()
+        optimiser.step()
+    return draft.eval()
 
 
 def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) -> BlockHead:
@@ -153,7 +180,8 @@ def serve_check(
 @contextlib.contextmanager
 def running_vllm(folder: Path, draft: str, context: int, *arguments: str) -> Iterator[Server]:
     """A vLLM that drafts five tokens: `serve_check` by its address starts it once instead of twice."""
-    method = {"draft": "draft_model", "head": "eagle3"}.get(draft, draft)
+    methods = {"draft": "draft_model", "pard": "draft_model", "head": "eagle3", "normed": "eagle3"}
+    method = methods.get(draft, draft)
     engine = Engine("vllm", str(folder / "target"), str(folder / draft), method, context, arguments=arguments)
     engine.threads, engine.seconds = 1, 1800
     with opened(engine, 5) as server:

@@ -28,6 +28,7 @@ from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers, draft_ids
 from decode.models.heads.kinds import HEADS
 from decode.models.heads.mtp import MTP, load_mtp
+from decode.models.parallel import mask_of
 from decode.models.sources import located
 
 RENAMED = {r"^(model\.)+": "", r"^draft_id_to_target_id$": "d2t"}
@@ -279,6 +280,7 @@ def unserved(head: DraftHead | PreTrainedModel) -> dict[str, str]:
         why += [(config.model_type == "llama" and config.mlp_bias, ["sglang"], "its mlp_bias is not read there")]
         some = "it drafts some tokens, and there all rows of its head are drafted from"
         why += [(draft_ids(head) is not None, ENGINES, some)]
+        why += [(mask_of(head) is not None, ENGINES[1:], "it drafts a token in each forward there")]
     if isinstance(head, FeatureHead):
         third, states = head.version == 3, head.captured_layers
         why += [

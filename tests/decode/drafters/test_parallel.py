@@ -18,7 +18,6 @@ from decode.drafters.model import ParallelDrafter
 from decode.errors import UserError
 from decode.loop import Method, decode_texts
 from decode.methods import MethodInputs, Parts, build, refusal, round_costs
-from decode.models import texts
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.fast.forward import FastRunner
 from decode.models.parallel import mask_of
@@ -104,11 +103,8 @@ def test_a_recurrent_model_is_refused_as_such_a_draft() -> None:
         open_draft_runner(model, model)
 
 
-@pytest.mark.parametrize("seen", [1 << 26, 2000])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
-def test_by_teacher_forcing_every_slot_gets_its_logits(family: str, seen: int, tiny, monkeypatch) -> None:
-    """Also where the drafts after a text are read in several forwards."""
-    monkeypatch.setattr(texts, "SEEN", seen)
+def test_by_teacher_forcing_every_slot_gets_its_logits(family: str, tiny) -> None:
     target, forced = tiny(family), [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11)]
     drafts = {"short": copy.deepcopy(target), "parallel": parallel(target)}
     assert mask_of(drafts["short"]) is None

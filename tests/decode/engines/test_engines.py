@@ -78,13 +78,13 @@ def test_llama_server_accepts_in_each_text_what_is_predicted(pair: Path, draft: 
 
 
 @needs_vllm
-@pytest.mark.parametrize("draft", ["draft", "head"])
+@pytest.mark.parametrize("draft", ["draft", "pard", "head"])
 def test_vllm_accepts_in_each_text_what_is_predicted(llama: Path, draft: str) -> None:
     assert differences(serve_check(llama, "vllm", draft, temperatures="0")) == []
 
 
 @needs_vllm
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", [*DRAFTS, "pard", "normed"])  # llama.cpp has no norms of EAGLE-3.1
 def test_vllm_without_the_faults_of_its_cpu_build_accepts_in_each_text_what_is_predicted(
     qwen3: Path, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 from some_rows import everything, from_lists
 from tiny_run import begun, check_killed_ends_alike, run_tiny, tiny_settings
 
+from decode.commands.serve_check import check_head
+from decode.engines.server import ENGINES, Engine
 from decode.errors import UserError
 from decode.models.open import load_model
 from decode.models.parallel import mask_of
-from distill.config import DraftSettings
+from distill.config import DraftSettings, ExportSettings
 from distill.config.models import StudentSettings
 from distill.data.dataset import IGNORE
-from distill.kinds import parallel
+from distill.export.draft import export_draft
 from distill.kinds.parallel import ParallelDraft
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
@@ -27,25 +29,21 @@ from distill.signal.target import Signal
 MASK, STEPS = 47, 4
 
 
-@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3"])
-def test_rows_are_those_of_a_forward_over_each_text_and_its_masks(family: str, few: bool, double, monkeypatch) -> None:
+def test_rows_are_those_of_a_forward_over_each_text_and_its_masks(family: str, double, monkeypatch) -> None:
     """Of texts with labels that a prompt interrupts and of one without; all at once, and in parts."""
     ids = [[3, 4, 5, 6, 7, 2, 9, 8], [2, 9, 5, 1], [4, 4, 3], [7, 1, 11, 0, 5, 10, 13, 8, 2]]
     labels = [[-100, *ids[0][1:5], -100, 9, 8], [-100, -100, 5, 1], [-100] * 3, [-100, -100, *ids[3][2:]]]
     batch, target, model = everything(from_lists(ids, labels)), double(family), in_double(double(family, seed=3))
     monkeypatch.setattr(model.config, "pard_token", MASK, raising=False)
     draft, signal = ParallelDraft(model, STEPS), Signal(target)
-    if few:
-        monkeypatch.setattr(parallel, "room", lambda _: 5000)
     batch = draft.indexed(batch)
-    parts = list(draft.every_row(batch, signal)) if few else [draft.rows(batch, signal)]
-    assert len(parts) > 2 or not few
+    drawn, parts = draft.rows(batch, signal), list(draft.every_row(batch, signal))
     places, found = [(text, at) for text, row in enumerate(labels) for at in range(1, len(row)) if row[at] >= 0], []
-    for rows in parts:
+    for rows in (*parts, drawn):
         assert rows.groups == rows.step.bincount(minlength=STEPS).tolist()
         assert rows.step.tolist() == sorted(rows.step.tolist())
-        assert rows.mass == len(rows)
+        assert rows.mass == len(places)
         measured = compare(rows, Divergence())
         for number, (at, step) in enumerate(zip(rows.at.tolist(), rows.step.tolist())):
             text, label = places[at]
@@ -59,49 +57,56 @@ def test_rows_are_those_of_a_forward_over_each_text_and_its_masks(family: str, f
         (text, at, step) for text, at in places for step in range(STEPS)
         if at > step and all(token != IGNORE for token in labels[text][at - step : at])
     ]  # fmt: skip
-    assert sorted(found) == sorted(wanted)
+    every, some = found[: -len(drawn)], found[-len(drawn) :]
+    assert sorted(every) == sorted(wanted)
+    assert len({*some}) == len(some) < len(wanted)
+    assert {*some} < {*wanted}
 
 
 def test_slots_are_dropped_more_the_deeper_they_are_and_no_draft_has_a_gap(tiny, monkeypatch) -> None:
-    labels, (draft, steps) = np.arange(400), (None, 8)
-    model = tiny("llama")
+    labels, model, steps = np.arange(400), tiny("llama"), 8
     monkeypatch.setattr(model.config, "pard_token", MASK, raising=False)
     draft = ParallelDraft(model, steps)
-    lengths = np.stack([draft.drawn(labels, np.random.default_rng(seed))[1] for seed in range(40)])
+    lengths = np.stack([draft.lengths(labels, np.random.default_rng(seed)) for seed in range(40)])[:, :-1]
     assert (lengths >= 1).all()  # the first slot is that of an ordinary draft
-    inside = lengths[:, : 400 - steps]
     for step in range(1, steps):
-        assert (inside > step).mean() == pytest.approx(max(0.7**step, 0.2), abs=0.02)
-    batch = {"labels": torch.tensor(labels)[None]}
-    index = draft.index(batch, [np.random.default_rng(5)])
-    assert len(index["step"]) == draft.share(labels, np.random.default_rng(5)) == lengths[5].sum()
+        assert (lengths[:, :-step] > step).mean() == pytest.approx(max(0.7**step, 0.2), abs=0.02)
+    index = draft.index({"labels": torch.tensor(labels)[None]}, [np.random.default_rng(5)])
+    assert len(index["step"]) == lengths[5].sum()
     rows = set(zip((index["at"] - index["step"]).tolist(), index["step"].tolist()))
     assert len(rows) == len(index["step"])
     assert all((start, step - 1) in rows for start, step in rows if step)
-    assert len(draft.index(batch, None)["step"]) == sum(399 - step for step in range(steps))
-    monkeypatch.setattr(parallel, "DRAFTS", 10)  # of a long text
-    for chance in (None, np.random.default_rng(0)):
-        lengths = draft.drawn(labels, chance)[1]
-        assert len(lengths) == 399
-        assert 1 < sum(lengths > 1) <= 10
 
 
 def test_models_that_read_no_masked_slots_are_refused() -> None:
     for name, told in (("LFM2", "it keeps a recurrent state"), ("BLOOM", "no position_ids")):
         with pytest.raises(UserError, match=rf"cannot learn masked slots: .*{told}.*set student\.unroll to null"):
-            parallel.check_slots(build_architecture(name))
+            ParallelDraft(build_architecture(name), 2)
 
 
 def test_a_run_learns_and_a_killed_one_ends_with_the_same_weights(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path / "run")
     settings.student.unroll = 3
     settings.drafts["accepted"] = DraftSettings(accepted_only=True, divergence="kl_tv")
-    _, run, told = run_tiny(begun(settings))
+    _, run, _ = run_tiny(begun(settings))
     masks = {
         json.loads((run.path(stage) / "config.json").read_text())["pard_token"] for stage in ("initial", *run.trained)
     }
     (mask,) = masks
-    assert f"drafts 3 tokens in one forward; token {mask} is the mask" in told
+    run.export.mkdir()
+    with pytest.warns(UserWarning, match=r"(sglang|llama\.cpp) does not run this export .* a token in each forward"):
+        export_draft(run.path("distillspec"), run.path("target"), run.export, ExportSettings())
+    card, written = (run.export / "README.md").read_text(), json.loads((run.export / "config.json").read_text())
+    assert written["pard_token"] == mask
+    assert f"in one forward, with token {mask} in masked slots" in card
+    assert "STANDALONE" not in card
+    line = json.loads(card.split("--speculative-config '")[1].split("'")[0])
+    assert line.items() >= {"method": "draft_model", "parallel_drafting": True, "num_speculative_tokens": 4}.items()
+    engine = Engine("vllm", "target", str(run.export), program="python")
+    command, _ = ENGINES["vllm"].command(engine, 4, 1)
+    assert json.loads(command[command.index("--speculative-config") + 1]).items() == line.items()
+    with pytest.raises(UserError, match=r"llama\.cpp does not run this draft"):
+        check_head(load_model(run.export, device="cpu", dtype="auto"), "llama.cpp", [4])
     first = load_file(run.path("initial") / "model.safetensors")
     for stage in run.trained:
         history, weights = run.record(stage).history, load_file(run.path(stage) / "model.safetensors")
@@ -123,9 +128,8 @@ def test_layers_of_the_target_and_a_published_draft_become_such_drafts(tmp_path:
     assert run.best("distillspec")[0]["accepted_length"] > 1
     settings.student = StudentSettings(kind="as_is", unroll=2, model=str(run.path("distillspec")))
     settings.name = "on"
-    _, again, told = run_tiny(begun(settings))
+    _, again, _ = run_tiny(begun(settings))
     assert mask_of(load_model(again.path("distillspec"), device="cpu", dtype="auto")) is not None
-    assert "in one forward; token" not in told  # it has its mask
     settings.student.unroll = None
     with pytest.raises(UserError, match=r"has a pard_token: set student\.unroll to the tokens"):
         run_tiny(settings)
