@@ -315,7 +315,7 @@ class Watch:
             score = rule.threshold.calibrate(value)
             self._aggregates[text] = self._aggregates[text] * score if rule.product else score
         threshold = self.rules[0].threshold
-        if threshold is self.rules[-1].threshold:  # of all texts
+        if len(self.rules) > 1 and threshold is self.rules[-1].threshold:  # of all texts
             threshold.weigh([self._aggregates[text] for text in going])
         for text, value in going.items():
             rule, seen = self.rules[text], self.seen[text]
