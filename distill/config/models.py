@@ -174,8 +174,8 @@ class StudentSettings(ModelSettings):
     unroll: PositiveInt | None = None
     """Drafting steps trained at once. Heads: null is as published, 1 for eagle, 7 for eagle3, 3 for mtp. Language
     models: null drafts token by token; 2 or more, such as 8, draft in one forward with mask tokens (PARD)."""
-    norms: bool = True
-    """A new eagle3 norms captured states, and those fed back (EAGLE-3.1). llama.cpp reads heads without alone."""
+    norms: bool = False
+    """true: a new eagle3 norms captured states, and those fed back (EAGLE-3.1). llama.cpp does not read such heads."""
     block: BlockSettings = field(default_factory=BlockSettings)
 
     @property
