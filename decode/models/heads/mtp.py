@@ -1,8 +1,7 @@
-"""A target's own next-token layers (MTP, DeepSeek-V3 2412.19437, section 2.2) as its draft.
+"""A target's own next-token layer (MTP, DeepSeek-V3 2412.19437, section 2.2) as its draft.
 
-Layer i reads in slot t the state of the layer before it (layer 0: the target's last hidden state of token t) and the
-embedding of token t + 1 + i, and its state predicts token t + 2 + i. A single layer is applied again to its own states,
-as EAGLE's is; of several layers each drafts one token. transformers loads the layers from the target's files.
+It reads in slot t the target's last hidden state of token t and the embedding of token t + 1, and its state predicts
+token t + 2. It is applied again to its own states, as EAGLE's is. transformers loads it from the target's files.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
-from decode.core.draft import Ids
 from decode.errors import UserError
 from decode.files import Fields
 from decode.models.api import Cache, Capture, Model, Out, Read
@@ -31,10 +29,10 @@ QWEN = "qwen3_next", "qwen3_5"
 
 
 class MtpHead(DraftHead):
-    """Next-token layers in the role of a head, whose parameters are theirs alone.
+    """A next-token layer in the role of a head, whose parameters are the layer's alone.
 
     Attributes:
-        mtp: transformers' model, which holds the target's embedding and output head beside the layers.
+        mtp: transformers' model, which holds the target's embedding and output head beside the layer.
         target_config: the target's configuration.
     """
 
@@ -48,7 +46,6 @@ class MtpHead(DraftHead):
         super().__init__(mtp.config)
         object.__setattr__(self, "mtp", mtp)  # as a submodule it would add the target's tables to the parameters
         self.layers, self.target_config = mtp.layers, target_config
-        self.drafts = len(self.layers) if len(self.layers) > 1 else None
 
     @property
     def embed_tokens(self) -> Any:
@@ -64,24 +61,22 @@ class MtpHead(DraftHead):
         return states
 
     def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
-        """States of each step, or of each of several layers: see `FeatureHead.unroll`; all positions are computed.
+        """States of each step: see `FeatureHead.unroll`; all positions are computed.
 
-        A position sees the text's slots up to its own, and the slots that the same layer made of its earlier steps.
+        A position sees the text's slots up to its own, and the slots of its earlier steps.
         """
-        mtp, time, layers = self.mtp, embeds.shape[1], len(self.layers)
+        mtp, time = self.mtp, embeds.shape[1]
         cache, hidden, turn = DynamicCache(), features, torch.arange(time, device=embeds.device)
-        before = turn[:, None] - turn
-        types = getattr(self.config, "layer_types", None) or ["full_attention"] * layers
-        for step in range(min(steps, self.drafts or steps)):
-            at = step % layers
-            window = self.config.sliding_window if types[at] == "sliding_attention" else time + steps
-            ages = range(step - 1, -1, -1) if layers == 1 else ()  # how far back the slots of earlier steps are
-            seen = [(before >= 0) & (before < window - len(ages)), *((before == 0) & (age < window) for age in ages)]
+        before, (kind,) = turn[:, None] - turn, getattr(self.config, "layer_types", None) or ["full_attention"]
+        window = self.config.sliding_window if kind == "sliding_attention" else time + steps
+        for step in range(steps):
+            ages = range(step - 1, -1, -1)  # how far back the slots of earlier steps are
+            seen = [(before >= 0) & (before < window - step), *((before == 0) & (age < window) for age in ages)]
             hidden_from = torch.cat(seen, -1).logical_not()
             mask = embeds.new_zeros(hidden_from.shape).masked_fill_(hidden_from, torch.finfo(embeds.dtype).min)
             place, e = (turn + 1 + step)[None], embeds.roll(-step, 1)
-            rope = {"layer_type": types[at]} if mtp.has_per_layer_rope else {}
-            hidden = self.layers[at](
+            rope = {"layer_type": kind} if mtp.has_per_layer_rope else {}
+            hidden = self.layers[0](
                 e,
                 hidden,
                 position_embeddings=mtp.rotary_emb(e, position_ids=place, **rope),
@@ -123,8 +118,8 @@ def load_mtp(target: PreTrainedModel, folder: Name | None = None) -> MtpHead:
             raise ValueError("its configuration names none that it knows (num_mtp_layers)")
         target.config.name_or_path = str(folder or origin)
         mtp = MtpModel.from_pretrained(target, device_map={"": target.get_output_embeddings().weight.device})
-        if RollbackCache(mtp.config).recurrent:
-            raise ValueError("they keep a recurrent state")
+        if len(mtp.layers) > 1 or RollbackCache(mtp.config).recurrent:
+            raise ValueError(f"{len(mtp.layers)} of them, expected one without a recurrent state")
     except Exception as error:  # a family's layers may be stored in many ways that are not known
         reason = shorten(str(error) or type(error).__name__, 200)
         raise UserError(
@@ -144,23 +139,17 @@ class MtpCache(Cache):
         length: tokens that are known; the first one makes no slot.
         unread: features ``[n, hidden]`` of the target that wait for the tokens after theirs.
         settled: number of tokens whose slots depend on verified tokens only.
-        recent: features of the slots after these, which are read again.
-        tokens: those that the latest layer has read, ``[slots]``.
-        states: its states, ``[slots, hidden]``.
-        layer: the one that reads next.
+        state: the latest one, ``[1, hidden]``, which the next token is paired with.
     """
 
-    def __init__(self, keys: RollbackCache, none: Tensor) -> None:
-        self.keys, self.unread, self.recent = keys, Features(), none
-        self.states = none.new_zeros(1, none.shape[1])
-        self.settled = self.layer = 0
-        self.tokens = torch.empty(0, dtype=torch.long, device=none.device)
+    state: Tensor
+    settled = 0
+
+    def __init__(self, keys: RollbackCache) -> None:
+        self.keys, self.unread = keys, Features()
 
     def settle(self, features: Tensor) -> None:
         """Drop the slots that depend on drafted tokens, and queue the target's features, ``[n, hidden]``."""
-        if len(self.recent):
-            self.unread.put(self.recent, first=True)
-            self.recent = self.recent[:0]
         self._drop(self.settled)
         self.unread.put(features)
 
@@ -168,11 +157,11 @@ class MtpCache(Cache):
         """Know the first `length` tokens only; 0 forgets the queued features too."""
         self._drop(min(length, self.length))
         if not length:
-            self.settled, self.recent = 0, self.recent[:0]
+            self.settled = 0
             self.unread.clear()
 
     def _drop(self, length: int) -> None:
-        self.length, self.layer = length, 0
+        self.length = length
         self.keys.truncate(max(0, length - 1))
 
 
@@ -181,8 +170,8 @@ class MtpRunner(Model):
 
     def __init__(self, head: MtpHead, target: PreTrainedModel) -> None:
         head.mtp.tie_with_main_model(target)  # layers in training were loaded with another copy of its tables
-        table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.layers)
-        read = sum(p.numel() for p in head.parameters()) // self.layers + table.numel()
+        table, self.head = target.get_output_embeddings().weight, head
+        read = sum(p.numel() for p in head.parameters()) + table.numel()
         config = target.config.get_text_config()
         cached = facts_of(target)["cache_bytes_per_token"] // config.num_hidden_layers  # of a layer like the target's
         super().__init__(
@@ -194,43 +183,26 @@ class MtpRunner(Model):
             model=head,
             weight_bytes=read * target.dtype.itemsize,
             tree_refusal="next-token layers draft chains",
-            cache_bytes_per_token=cached * self.layers,
+            cache_bytes_per_token=cached,
         )
 
     def new_cache(self) -> MtpCache:
         """See `Model.new_cache`."""
-        none = torch.empty(0, self.head.config.hidden_size, dtype=self.dtype, device=self.device)
-        return MtpCache(RollbackCache(self.head.config), none)
-
-    def remaining(self, ids: Ids) -> int:
-        """See `Model.remaining`; several layers draft no more than a token each."""
-        return min(super().remaining(ids), self.head.drafts or self.limit)
+        return MtpCache(RollbackCache(self.head.config))
 
     def _read(self, read: Read, capture: Capture, last: int | None) -> Out:
-        """With features in the queue the first layer reads the tokens that they are paired with."""
+        """With features in the queue the layer reads the tokens that they are paired with."""
         cache, tokens = read.cache, read.tokens
-        true, layer, keys = len(cache.unread) > 0, cache.layer, cache.keys
-        if true and last == 0 and self.layers > 1:  # every layer reads the text in the first draft
-            return Out(tokens.new_empty(0, self.vocab_size), cache.states[:0])
+        true, keys = len(cache.unread) > 0, cache.keys
         if not cache.length:
             tokens, cache.length = tokens[1:], 1
         n = len(tokens)
         cache.length += n
-        if true:
-            x = cache.recent = cache.unread.take(n)
-        elif layer:  # of the layer before, in the same slots
-            x, tokens = cache.states, torch.cat([cache.tokens[1:], tokens])
-        else:
-            x = cache.states[-1:].expand(n, -1)
-        start = keys.get_seq_length(layer) + layer + 1
-        position = torch.arange(start, start + len(tokens), device=self.device)[None]
-        states = self.head.mtp.forward_layer(layer, x[None], position, keys, input_ids=tokens[None])[0]
-        cache.tokens, cache.states = tokens, states
-        if not layer:
-            keys.end(tokens)
-        if len(cache.recent) and layer == self.layers - 1:
-            final = max(0, keys.read - layer)
-            cache.settled, cache.recent = final + 1, cache.recent[len(cache.recent) - keys.read + final :]
-        cache.layer = 0 if last == 0 else (layer + 1) % self.layers
+        x = cache.unread.take(n) if true else cache.state.expand(n, -1)
+        start = keys.get_seq_length() + 1
+        position = torch.arange(start, start + n, device=self.device)[None]
+        states = self.head.mtp.forward_layer(0, x[None], position, keys, input_ids=tokens[None])[0]
+        keys.end(tokens)
+        cache.state, cache.settled = states[-1:], keys.read + 1 if true else cache.settled
         states = states if last is None else states[len(states) - last :]
         return Out(self.head.logits(states), states)

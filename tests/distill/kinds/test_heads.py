@@ -35,7 +35,7 @@ from distill.training.modules import DistillModule
 
 Made = tuple[PreTrainedModel, Any, Signal]
 
-UNROLLED = ["eagle", "eagle3", *(pytest.param(name, marks=NEEDED) for name in ("mtp", "mtp of two layers"))]
+UNROLLED = ["eagle", "eagle3", pytest.param("mtp", marks=NEEDED)]
 
 
 @pytest.fixture
@@ -46,8 +46,7 @@ def make(tiny, tmp_path, monkeypatch) -> Any:
         if not kind.startswith("mtp"):
             opened = target or in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
             return opened, *draft_of(kind, opened, steps, **shape)
-        layers = 2 if "two" in kind else 1
-        opened = with_layers(tmp_path, monkeypatch, "DeepSeek-V3" if layers > 1 else "Mellum", layers)
+        opened = with_layers(tmp_path, monkeypatch, "Mellum")
         head = load_mtp(opened)
         return opened, FeatureDraft(head.train(), steps, 5, 0.6), Signal(opened, reader=head)
 
