@@ -56,7 +56,7 @@ class MethodSettings(MethodOptions):
     """Another acceptance rule than the method's own; `python -m decode methods` lists them. All but exact and
     block-verification are relaxed: the output is no longer distributed as the target's, and drafts may not be trees."""
     datastore: str | None = None
-    """Folder made by `python -m decode datastore build`, for rest and adaptix; hybrid copies from it too."""
+    """Folder made by `python -m decode datastore build`, for rest and adaptix."""
 
 
 @dataclass
