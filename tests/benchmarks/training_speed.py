@@ -148,7 +148,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
         kept, kind = replace(examples, columns={}), settings.teacher.signal
         vocab = int(student.config.get_text_config().vocab_size)
         signal = Signal(
-            target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
+            target.to(device), kind, vocab=vocab, k=settings.teacher.signal_k
         )
         if signal.kind != "online":
             keep_columns(Kept(signal.columns, folder / "signal"), [kept], signal.kept)
