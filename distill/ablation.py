@@ -117,6 +117,23 @@ def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
     return {name: by_seed.mean(), f"{name}_se": np.hypot(of_seeds, of_texts), f"{name}_by_seed": by_seed}
 
 
+def doubled(rows: Sequence[Row]) -> str:
+    """What twice the tokens would give, by a line through the accepted lengths over the logarithm of the tokens.
+
+    Empty unless each row has a number of tokens of its own, and there are four, without which its slope has no error.
+    """
+    tokens, lengths = (
+        np.array([row[key] for row in rows], float) for key in ("teacher_tokens", "greedy_accepted_length")
+    )
+    if len({*tokens}) < max(4, len(tokens)):
+        return ""
+    (slope, start), spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
+    return (
+        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the tokens "
+        f"would give {slope * (x.max() + 1) + start:.2f}, {slope:+.3f} ± {spread[0, 0] ** 0.5:.3f}.\n\n"
+    )
+
+
 def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
     """Writes the table in Markdown with the definitions of its columns, as CSV and JSON, and prints it."""
     formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in TABLE if COLUMNS[key].formula}
@@ -124,7 +141,9 @@ def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
     content = {"created": created, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
     write_json(path.with_suffix(".json"), content)
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
-    write_text(path, f"{markdown(TABLE, rows)}\n\n{legend}\n")
+    more = doubled(rows)
+    write_text(path, f"{markdown(TABLE, rows)}\n\n{more}{legend}\n")
     write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
     console.print(console_table("", TABLE, rows))
+    console.print(more, end="", highlight=False)
     console.print(str(path), highlight=False)

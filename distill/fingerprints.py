@@ -37,7 +37,9 @@ READ: dict[str, tuple[str, ...]] = {
         "student.kind", "student.model", "student.architecture", "student.training", "student.lora", "student.layers",
         "student.dtype", "student.unroll", "student.draft_vocab",
     ),
-    "head": ("student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.block"),
+    "head": (
+        "student.kind", "student.model", "student.draft_vocab", "student.unroll", "student.norms", "student.block",
+    ),
     "frozen": ("target.dtype", "teacher.engine.arguments"),
     "answers": ("teacher.examples", "teacher.responses.source"),
     "written": (
@@ -89,6 +91,7 @@ WHEN: dict[str, Callable[[Settings], object]] = {
     "target.layerskip": lambda settings: settings.target.layerskip.enabled,
     "student.dtype": _kinds("student", "as_is"),
     "student.layers": _kinds("student", "cut"),
+    "student.norms": _kinds("student", "eagle3"),
     "student.unroll": lambda settings: "unroll" in settings.student.draft.settings and settings.student.steps > 1,
     "student.block": lambda settings: "block" in settings.student.draft.settings,
     "teacher.signal_k": lambda settings: settings.teacher.kept == "topk",

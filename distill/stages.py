@@ -208,7 +208,7 @@ def train_language_model(
     if trainer.attention == "auto" and "bf16" in trainer.precision and run.device.type == "cpu":
         trainer = replace(trainer, attention="eager")  # the fused one's gradient takes several times as long there
     adapter = adapted(model, settings.lora, full.seed) if settings.kind == "lora" else None
-    examples = Examples.of(rows)
+    examples = Examples.of(rows, training.examples)
     steps = training.steps_for(len(examples))
     layerskip = LayerSkip(model, recipe, steps, scratch=settings.kind == "scratch") if recipe else None
     module = CausalLMModule(model, training, steps, seed=full.seed, layerskip=layerskip)
@@ -340,7 +340,8 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     """
     served, precision = run.settings.teacher.in_engine, run.settings.trainer.precision
     train_rows, validation_rows, texts = texts_of_run(run)
-    train, validation = Examples.of(train_rows), Examples.of(validation_rows)
+    limit = settings.training_of(run.settings.training).examples
+    train, validation = Examples.of(train_rows, limit), Examples.of(validation_rows)
     learned = [] if settings.on_policy else [train]
     signal, _ = target_signal(run, draft.model)
     online, column = signal.kind == "online", None

@@ -20,10 +20,13 @@ class TrainingSettings:
     """Optimiser steps; null: epochs decides. Give one of the two."""
     epochs: PositiveFloat | None = None
     """Passes over the training examples; null: steps decides."""
+    examples: PositiveInt | None = None
+    """The first examples alone are trained on: drafts of several numbers show what more texts would give. null: all."""
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones are faster."""
     optimizer: str | Values = "adamw"
-    """adamw, or a class such as {class_path: bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}."""
+    """adamw; muon, which moves the matrices inside layers by orthogonal steps and learns more in few; or a class such
+    as {class_path: bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -42,7 +45,7 @@ class TrainingSettings:
         return self.steps or max(1, round((self.epochs or 0) * examples / self.batch_size))
 
     def optimizer_class(self) -> tuple[Any, Values]:
-        """Return the class of an optimiser other than adamw, and its arguments beside the learning rate."""
+        """Return the class of an optimiser other than these two, and its arguments beside the learning rate."""
         chosen = cast(Values, self.optimizer)
         return pkgutil.resolve_name(chosen["class_path"]), chosen.get("init_args", {})
 
@@ -51,11 +54,11 @@ class TrainingSettings:
         both = (self.steps is None) == (self.epochs is None)
         refuse(self, (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"), where=f"{where}.")
         try:
-            if self.optimizer != "adamw":
+            if self.optimizer not in ("adamw", "muon"):
                 kind, arguments = self.optimizer_class()
                 inspect.signature(kind).bind([], lr=self.lr, **arguments)
         except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
-            expected = f"expected adamw or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
+            expected = f"expected adamw, muon or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
             raise UserError(f"{where}.optimizer is {self.optimizer!r}, {expected}") from error
 
 
@@ -171,6 +174,8 @@ class StudentSettings(ModelSettings):
     unroll: PositiveInt | None = None
     """Drafting steps trained at once. Heads: null is as published, 1 for eagle, 7 for eagle3, 3 for mtp. Language
     models: null drafts token by token; 2 or more, such as 8, draft in one forward with mask tokens (PARD)."""
+    norms: bool = True
+    """A new eagle3 norms captured states, and those fed back (EAGLE-3.1). llama.cpp reads heads without alone."""
     block: BlockSettings = field(default_factory=BlockSettings)
 
     @property

@@ -104,6 +104,12 @@ class Eagle(Unrolled):
     version: int
 
     @override
+    def rules(self, settings: Any) -> Rules:
+        normed = self.version == 3 and settings.student.model is None and settings.student.norms
+        return [(normed and settings.export.gguf, "student.norms", "and llama.cpp, for which export.gguf asks, reads "
+                 "no such heads: set it to false")]  # fmt: skip
+
+    @override
     def captured(self, student: Any, config: Any) -> list[int]:
         return list(captured_layers(head_config(config, self.version)))
 
@@ -115,7 +121,9 @@ class Eagle(Unrolled):
 
     @override
     def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> FeatureHead:
-        config = head_config(target.config.get_text_config(), self.version, draft_vocab=student.draft_vocab)
+        config = head_config(
+            target.config.get_text_config(), self.version, draft_vocab=student.draft_vocab, norms=student.norms
+        )
         with seeded(seed):
             return FeatureHead(config)
 

@@ -32,6 +32,7 @@ from distill.config.base import Attention, Values
 from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
 from distill.files import MODEL_FILES
 from distill.networks.layers import decoder_layers, final_norm
+from distill.networks.muon import Muon
 
 # -- built or loaded ---------------------------------------------------------------------------------------------------
 
@@ -318,22 +319,26 @@ def adapted(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:
 def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:
     """Return the optimiser of the trainable parameters, with weight decay on the matrices inside the layers only.
 
-    A language model's embeddings and output head are not decayed; a feature head's output head is. AdamW is PyTorch's
-    fused one, except under a mixed precision, where Lightning clips no gradients of it. ``precision`` is Lightning's
-    name of the training's.
+    A language model's embeddings and output head are not decayed; a feature head's output head is. Muon moves neither
+    of the two. AdamW is PyTorch's fused one, except under a mixed precision, where Lightning clips no gradients of it.
+    ``precision`` is Lightning's name of the training's.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     if isinstance(model, PreTrainedModel):
         tables.append(model.get_output_embeddings().weight)
-    undecayed = {id(table) for table in tables}
-    groups: dict[float, list[nn.Parameter]] = {settings.weight_decay: [], 0.0: []}
-    for weight in model.parameters():
+    undecayed, outputs = {id(table) for table in tables}, ("lm_head.weight", "markov_w2.weight")
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, weight in model.named_parameters():
         if weight.requires_grad:
-            groups[settings.weight_decay if weight.ndim > 1 and id(weight) not in undecayed else 0.0].append(weight)
-    given = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
-    if settings.optimizer == "adamw":
-        fused = None if precision in AUTOCAST else True
-        return AdamW(given, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
+            matrix = weight.ndim > 1 and id(weight) not in undecayed
+            muon = settings.optimizer == "muon" and matrix and weight.ndim == 2 and not name.endswith(outputs)
+            groups.setdefault((settings.weight_decay if matrix else 0.0, muon), []).append(weight)
+    given: list[Values] = [{"params": weights, "weight_decay": decay} for (decay, _), weights in groups.items()]
+    if settings.optimizer in ("adamw", "muon"):
+        kind, fused = AdamW if settings.optimizer == "adamw" else Muon, None if precision in AUTOCAST else True
+        for group, (_, muon) in zip(given, groups):
+            group |= {"muon": muon} if kind is Muon else {}
+        return kind(given, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
     kind, arguments = settings.optimizer_class()
     optimizer: Optimizer = kind(given, lr=settings.lr, **arguments)
     return optimizer

@@ -51,8 +51,8 @@ needs_llama = pytest.mark.skipif(
 
 
 def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
-    """``target``, ``draft`` (the target with noise), ``pard`` (it with masks), ``head`` (EAGLE-3), ``dflash`` and
-    ``dspark``, trained so many steps, in shapes that vLLM's CPU kernels take; some texts of the target end."""
+    """``target``, ``draft`` (the target with noise), ``pard`` (it with masks), ``head`` (EAGLE-3), ``normed`` (3.1),
+    ``dflash`` and ``dspark``, trained so many steps, in shapes that vLLM's CPU kernels take; some texts end."""
     shape = {"vocab_size": 280, "max_position_embeddings": 256, "eos_token_id": 0, "hidden_size": 64,
              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 4}  # fmt: skip
     tokenizer = make_tokenizer(chat=True)
@@ -71,7 +71,10 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
     settings = ExportSettings()
     export_draft(folder / "trained", folder / "target", folder / "draft", settings)
     export_draft(folder / "trained-pard", folder / "target", folder / "pard", settings)
-    heads = {"head": learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps)}
+    heads: dict[str, Any] = {
+        name: learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps, norms=name == "normed")
+        for name in ("head", "normed")
+    }
     heads |= {kind: learned_block(target, prompts, kind, steps) for kind in ("dflash", "dspark")}
     for name, head in heads.items():
         (folder / f"trained-{name}").mkdir()
@@ -177,7 +180,8 @@ def serve_check(
 @contextlib.contextmanager
 def running_vllm(folder: Path, draft: str, context: int, *arguments: str) -> Iterator[Server]:
     """A vLLM that drafts five tokens: `serve_check` by its address starts it once instead of twice."""
-    method = {"draft": "draft_model", "pard": "draft_model", "head": "eagle3"}.get(draft, draft)
+    methods = {"draft": "draft_model", "pard": "draft_model", "head": "eagle3", "normed": "eagle3"}
+    method = methods.get(draft, draft)
     engine = Engine("vllm", str(folder / "target"), str(folder / draft), method, context, arguments=arguments)
     engine.threads, engine.seconds = 1, 1800
     with opened(engine, 5) as server:

@@ -39,11 +39,12 @@ def make_head(target: PreTrainedModel, version: int, seed: int = 2) -> FeatureHe
 
 
 def learned_head(
-    target: PreTrainedModel, prompts: Sequence[Sequence[int]], *, captured_layers: tuple[int, ...], steps: int = 80
-) -> FeatureHead:
-    """An EAGLE-3 head trained on the target's greedy answers to these prompts."""
+    target: PreTrainedModel, prompts: Sequence[Sequence[int]], *, captured_layers: tuple[int, ...], steps: int = 80,
+    norms: bool = False,
+) -> FeatureHead:  # fmt: skip
+    """An EAGLE-3 head, or with norms an EAGLE-3.1 head, trained on the target's greedy answers to these prompts."""
     torch.manual_seed(0)
-    head, examples = FeatureHead(head_config(target.config, 3, captured_layers=captured_layers)), []
+    head, examples = FeatureHead(head_config(target.config, 3, captured_layers=captured_layers, norms=norms)), []
     with torch.no_grad():
         for prompt in prompts:
             ids = torch.tensor([list(prompt)])

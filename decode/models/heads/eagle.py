@@ -25,6 +25,7 @@ from decode.files import Fields
 from decode.models.fast.weights import Function
 
 ARCHITECTURES = {1: "LlamaForCausalLMEagle", 3: "LlamaForCausalLMEagle3"}  # names in config.json, by version
+NORMS = ("fc_norm", "norm_output")  # what EAGLE-3.1 adds
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
@@ -439,9 +440,13 @@ def shape_of(target: Any) -> Fields:
 
 
 def head_config(
-    target: Any, version: int, *, draft_vocab: int | None = None, captured_layers: Sequence[int] = ()
-) -> LlamaConfig:
-    """The configuration of a head of the target's shape; what is not given is the target's, or as published."""
+    target: Any, version: int, *, draft_vocab: int | None = None, captured_layers: Sequence[int] = (),
+    norms: bool = False,
+) -> LlamaConfig:  # fmt: skip
+    """The configuration of a head of the target's shape; what is not given is the target's, or as published.
+
+    `norms`: EAGLE-3.1's switches (2605.09992).
+    """
     layers = target.num_hidden_layers
     drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
     entered = list(captured_layers or default_captured_layers(layers)) if version == 3 else None
@@ -452,5 +457,6 @@ def head_config(
         num_target_layers=layers,
         draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
         eagle_aux_hidden_state_layer_ids=entered,
+        **(dict.fromkeys(NORMS, True) if norms and version == 3 else {}),
         # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
     )

@@ -11,7 +11,7 @@ from tiny_run import begun, tiny_settings
 
 from decode.errors import UserError
 from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers, rounds_of_texts
-from distill.ablation import AblateSettings, ablate, table
+from distill.ablation import AblateSettings, ablate, doubled, table
 from distill.config import DraftSettings
 
 
@@ -54,6 +54,12 @@ def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts()
     assert row["gain_se"] == pytest.approx(np.hypot(0.01 / 3**0.5, np.std(noise, ddof=1) / 2))
     assert "gain" not in first
     assert row["length_gain"] == pytest.approx(row["offline_accepted_length"] - first["offline_accepted_length"])
+
+
+def test_what_twice_the_tokens_would_give_is_told_of_a_curve_alone() -> None:
+    rows = [{"teacher_tokens": 100 * 2**i, "greedy_accepted_length": 1 + 0.25 * i} for i in range(4)]
+    assert "twice the tokens would give 2.00, +0.250 ± 0.000" in doubled(rows)
+    assert doubled(rows[:3]) == doubled([*rows, rows[0]]) == ""
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:

@@ -68,6 +68,22 @@ def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(
         assert made.defaults["lr"] == 0.02
 
 
+def test_muon_moves_the_matrices_inside_the_layers_by_orthogonal_steps() -> None:
+    settings = TrainingSettings(steps=1, optimizer="muon", weight_decay=0.0, lr=0.01)
+    model = build_tiny("llama", num_hidden_layers=1)
+    made, before = make_optimizer(model, settings), {n: w.detach().clone() for n, w in model.named_parameters()}
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    made.step()
+    for name, weight in model.named_parameters():
+        step, inside = before[name] - weight.detach(), "layers" in name and weight.ndim == 2
+        if inside:
+            values = torch.linalg.svdvals(step / (0.01 * 0.2 * max(weight.shape) ** 0.5))
+            assert 0.5 < values.min() <= values.max() < 1.4, name
+        else:
+            torch.testing.assert_close(step.abs(), torch.full_like(step, 0.01), rtol=1e-3, atol=1e-6)  # AdamW's first
+
+
 def test_adamw_is_fused_where_lightning_clips_its_gradients_and_unknown_arguments_are_refused() -> None:
     settings, model = TrainingSettings(steps=1, beta2=0.95), build_tiny("llama")
     assert (made := make_optimizer(model, settings)).defaults["fused"] is True

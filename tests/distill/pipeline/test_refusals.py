@@ -35,7 +35,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
-        ({"training__optimizer": "muon"}, r"training.optimizer is 'muon', expected adamw or {class_path"),
+        ({"training__optimizer": "lion"}, r"training.optimizer is 'lion', expected adamw, muon or {class_path"),
         ({"training__optimizer": {"class_path": "torch.optim.Mu"}}, r"has no attribute 'Mu'"),
         ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*leave those keys out"),
         ({"trainer__extra": {"devices": 2}}, r"trainer.extra is {'devices': 2}, .*leave those keys out"),
@@ -55,6 +55,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"target__architecture__heads": 5}, r"llama' cannot be built.* multiple of the number of attention heads"),
         ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
         ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and a dflash head scores"),
+        ({"student__kind": "eagle3", "export__gguf": ["f32"]}, r"student.norms is True, and llama.cpp"),
         ({"student__kind": "dflash", "student__block__size": 1}, r"student.block.size is 1, which leaves no token"),
         (
             {
