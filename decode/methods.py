@@ -244,7 +244,6 @@ DRAFTERS = {
 BASELINES: dict[str, tuple[Kind, int | None]] = {
     "generate": (Kind(), None),
     "generate-assistant": (Kind(drafts=("model",)), 5),  # a fixed number of tokens, as vanilla
-    "generate-assistant-dynamic": (Kind(drafts=("model",)), 20),  # transformers' defaults, with a confidence of 0.4
     "generate-prompt-lookup": (Kind(), 10),
 }
 """Transformers' own generation, which benchmarks compare with, with the draft lengths where none is given."""
