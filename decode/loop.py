@@ -195,7 +195,7 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     drafter, lengths, limit = method.drafter, method.lengths, None
     if lengths is not None:
         limit = lengths.limit(len(texts))
-        method.stop.threshold.price(lengths.token_cost, lengths.block_cost)
+        method.stop.threshold.price(lengths.step_costs, lengths.block_cost)
     t0 = _mark(device)
     requests = []
     for text in texts:

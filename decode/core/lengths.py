@@ -46,6 +46,11 @@ class RoundCosts:
         token = max(0.0, far - first) / (FAR - 1) / plain
         return token, max(0.0, first / plain - 1 - token)
 
+    def steps(self, batch: int) -> list[float]:
+        """A further drafted token of 0, 1, … texts of a batch, in rounds without a draft of one of its texts."""
+        plain = self.round(batch, 0) / batch
+        return [0.0, *(self.prices(n)[0] * self.round(n, 0) / plain for n in range(1, batch + 1))]
+
     def to_dict(self) -> Fields:
         """For JSON."""
         return asdict(self)
@@ -87,7 +92,8 @@ class DraftLengths:
         self._drafted = [[0.0, 0.0] for _ in range(self.window)]
         self._accepted = [[0.0, 0.0] for _ in range(self.window)]
         self.chosen = self._batch = self._rounds = self._with_draft = 0
-        self.token_cost = self.block_cost = self._waited = self._loss = 0.0  # the first two as `RoundCosts.prices`
+        self.block_cost = self._waited = self._loss = 0.0  # the first as of `RoundCosts.prices`
+        self.step_costs = [0.0, 0.0]  # as of `RoundCosts.steps`
         self._learned = False
 
     def limit(self, batch: int) -> int:
@@ -120,7 +126,7 @@ class DraftLengths:
             self._rounds_of[batch] = np.array([self.costs.round(batch, k) for k in range(self.window + 1)])
         rounds = self._rounds_of[batch]
         self._batch, self._rounds, self._learned = batch, 0, False
-        self.token_cost, self.block_cost = self.costs.prices(batch)
+        self.step_costs, self.block_cost = self.costs.steps(batch), self.costs.prices(batch)[1]
         # shares of the drafts that are this long, and of those whose tokens so far are all accepted
         longer = np.array(_rates(self._drafted, 1.0))
         reached, kept = longer.cumprod(), (longer * _rates(self._accepted, FIRST_RATE)).cumprod()

@@ -1,7 +1,8 @@
 """When drafting stops: confidence × aggregate × threshold within a window.
 
 A stop rule that reads the drawn token keeps that token in the draft; dropping it would bias the output. A rule that
-reads only the distribution may refuse to draw (`StopRule.refuse`).
+reads only distributions may refuse to draw (`StopRule.refuse`): they depend on tokens that stay, in every text of a
+batch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,11 @@ class Threshold:
         """The confidence as it is compared with `value`."""
         return confidence
 
-    def price(self, token_cost: float, block_cost: float) -> None:
-        """Set the costs of one more drafted token and of drafting at all, in rounds without a draft."""
+    def price(self, step_costs: Sequence[float], block_cost: float) -> None:
+        """Set the costs of one more token of 0, 1, … texts of a batch, and of drafting at all, in rounds of a text."""
+
+    def weigh(self, scores: Sequence[float]) -> None:
+        """Set `value` for the next token of several drafts, whose confidences have these aggregates."""
 
     def observe(self, round: Round) -> None:
         """Learn from a round, whose draft holds the confidence of each drafted token."""
@@ -119,8 +124,9 @@ class CostOptimal(Threshold):
 
     cost is the time of one more drafted token, the growth of the target's forward included, in one-token target
     forwards; R = Σ(m + 1) / Σ(1 + k·cost) is the running rate of tokens, which makes the threshold optimal in the sense
-    of renewal rewards. The forward of a draft that has but one is a part of the round and not of its tokens. Costs are
-    set (`price`), not timed while decoding: a text does not depend on the load of the machine.
+    of renewal rewards. Texts that draft their next tokens at once share the cost of the step: the sum of their
+    probabilities has to pay for it. The forward of a draft that has but one is a part of the round and not of its
+    tokens. Costs are set (`price`), not timed while decoding: a text does not depend on the load of the machine.
 
     A confidence c stands for the acceptance probability σ(w·log(c/(1 − c)) + b). From w = 1 and b = 0, the draft's own
     estimate, both follow the tested tokens by Newton steps with second derivatives of a bounded memory, similar to
@@ -141,7 +147,7 @@ class CostOptimal(Threshold):
         self.slope, self.offset, self.information = 1.0, 0.0, np.zeros((2, 2))
         self.accepted = self.tested = self.rounds = 0.0
         self.window = list[tuple[float, bool]]()  # log-odds of the tokens tested since the last step
-        self.price(self.cost, 0.0)
+        self.price([0.0, self.cost], 0.0)
 
     def calibrate(self, confidence: float) -> float:
         """Estimated acceptance probability at this confidence."""
@@ -158,7 +164,7 @@ class CostOptimal(Threshold):
         self.tokens = self.decay * self.tokens + round.accepted + 1
         self.tested = self.decay * self.tested + round.tested
         self.accepted = self.decay * self.accepted + round.accepted
-        self.price(self.cost, self.block_cost)
+        self.price(self.step_costs, self.block_cost)
 
     def _step(self) -> None:
         """A Newton step of the estimate."""
@@ -170,12 +176,23 @@ class CostOptimal(Threshold):
         self.slope, self.offset = max(0.0, self.slope + float(step[0])), self.offset + float(step[1])
         self.rounds, self.window = 0, []
 
-    def price(self, token_cost: float, block_cost: float) -> None:
+    def price(self, step_costs: Sequence[float], block_cost: float) -> None:
         """See `Threshold.price`."""
-        self.cost, self.block_cost = token_cost, block_cost
-        self.value = self.tokens / self.time * token_cost if self.time else token_cost
+        self.step_costs, self.block_cost = step_costs, block_cost
+        self.cost = step_costs[-1] / (len(step_costs) - 1)
+        self.rate = self.tokens / self.time if self.time else 1.0
         if self.drafted:
-            self.value *= (self.tested + 1) / (self.accepted + 1)
+            self.rate *= (self.tested + 1) / (self.accepted + 1)
+        self.value = self.rate * self.cost
+
+    def weigh(self, scores: Sequence[float]) -> None:
+        """Admit the likeliest tokens, as many as maximise the sum of their probabilities less R times their cost."""
+        ranked, costs = sorted(scores, reverse=True), self.step_costs
+        if len(costs) <= len(ranked):  # of one text
+            costs = [self.cost * n for n in range(len(ranked) + 1)]
+        gains = [total - self.rate * cost for total, cost in zip(accumulate(ranked, initial=0.0), costs)]
+        best = gains.index(max(gains))
+        self.value = ranked[best - 1] if best else math.inf
 
 
 def log_odds(probability: float) -> float:
@@ -290,14 +307,18 @@ class Watch:
 
     def _take(self) -> None:
         texts, values, _ = self._sent.popleft()
-        for text, value in zip(texts, values.tolist()):
-            if text in self.lengths:
-                continue
+        going = {text: value for text, value in zip(texts, values.tolist()) if text not in self.lengths}
+        for text, value in going.items():
             if math.isnan(value):
                 raise UserError("the draft's logits are NaN; check its weights, or load it in bfloat16 or float32")
-            rule, seen = self.rules[text], self.seen[text]
+            rule = self.rules[text]
             score = rule.threshold.calibrate(value)
             self._aggregates[text] = self._aggregates[text] * score if rule.product else score
+        threshold = self.rules[0].threshold
+        if len(self.rules) > 1 and threshold is self.rules[-1].threshold:  # of all texts
+            threshold.weigh([self._aggregates[text] for text in going])
+        for text, value in going.items():
+            rule, seen = self.rules[text], self.seen[text]
             below = self._aggregates[text] < rule.threshold.value
             if not (below and rule.refuse):
                 seen.append(value)

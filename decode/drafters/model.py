@@ -127,6 +127,8 @@ class ModelDrafter(Drafter):
         """Draft token by token, all sequences at once."""
         warp, count, stop, device = self.warp, len(requests), requests[0].stop, self.runner.device
         certain = warp.greedy or not self.sample
+        # the draft's own columns suffice, and are fewer, where nothing reads ids among the target's
+        narrow = None if warp.needs_prefix or requests[0].keep_logits else self.runner.columns
         watch = None if stop.confidence is None else Watch([request.stop for request in requests])
         rngs = [request.rng for request in requests]
         numbers = None if certain else rngs[0].together(rngs, limits, device)
@@ -134,7 +136,7 @@ class ModelDrafter(Drafter):
         picked: Tensor | None = None
         for at in range(max(limits)):
             out = step(at, live, picked)
-            row = in_target(out.logits, self.runner.columns, self.vocab)
+            row = in_target(out.logits, self.runner.columns, self.vocab) if narrow is None else out.logits
             prefixes = self.prefixes(requests, live, columns) if warp.needs_prefix else None
             q = row if certain else warp(row, prefixes)
             drafted = DraftedTokens(q, row, out.hidden, None, certain)
@@ -143,9 +145,10 @@ class ModelDrafter(Drafter):
                 if watch.lengths.keys() >= {*live}:
                     break
             # of a deterministic draft a draw from one-hot weights, which is their argmax
-            picked = drafted.tokens = warp.top(row, prefixes) if numbers is None else numbers.draw(q, at, live)
+            drafted.tokens = warp.top(row, prefixes) if numbers is None else numbers.draw(q, at, live)
             if watch is not None and not stop.refuse:
                 watch.look(live, drafted)
+            picked = drafted.tokens if narrow is None else narrow[drafted.tokens]
             columns.append(Column(live, picked, None if certain else q, row if requests[0].keep_logits else None))
             for text in live:
                 lengths[text] += 1
@@ -167,6 +170,8 @@ class ModelDrafter(Drafter):
             return Drafts.of([Draft(())] * count, device)
         tokens, probs, logits = (by_text(columns, name, count) for name in ("tokens", "probs", "logits"))
         assert tokens is not None
+        if probs is not None and narrow is not None:
+            probs = probs.new_zeros(*tokens.shape, self.vocab).index_copy_(2, narrow, probs)
         seen: Any = None if watch is None else [values[:n] for values, n in zip(watch.seen, lengths)]
         return Drafts(tokens, lengths, None, probs, logits, confidence=seen)
 

@@ -3,8 +3,11 @@
 Both are functions of the text, so they are verified as deterministic drafts.
 """
 
+import heapq
 import math
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from decode.drafters.base import DraftRequest
 from decode.drafters.model import BlockDrafter, FeatureDrafter, HeadDrafter
 from decode.models.api import Model
 from decode.models.heads.block_runner import BlockRunner
-from decode.models.heads.runner import HeadRunner
+from decode.models.heads.runner import HeadRunner, in_target
 
 Children = tuple[Tensor, Tensor]
 """Log-probabilities of the likeliest tokens after each node, and these tokens, ``[texts, nodes, width]`` each."""
@@ -62,7 +65,7 @@ class TreeDrafter(HeadDrafter):
         """The trees of the most probable nodes, of equals the first, below the pending tokens of texts.
 
         A node's score is the log-probability of its tokens from the root on. At most `breadth` nodes of a level are
-        expanded, and none that is already too improbable for the tree. The host waits once, for the finished trees.
+        expanded.
 
         Args:
             roots: children of the pending tokens.
@@ -70,6 +73,11 @@ class TreeDrafter(HeadDrafter):
             limits: depth of each tree, at least 1.
             breadth: nodes expanded of a level.
         """
+        grow = self.grow_on_host if roots[0].is_cpu else self.grow_on_device
+        return grow(roots, expand, limits, breadth)
+
+    def grow_on_device(self, roots: Children, expand: Expand, limits: Sequence[int], breadth: int) -> list[Draft]:
+        """`grow` of levels that are as wide as they may be, on tensors; the host waits once, for the finished trees."""
         least = math.log(self.threshold) if self.threshold else -math.inf
         depths = upload(limits, roots[0].device)[:, None]
 
@@ -81,14 +89,6 @@ class TreeDrafter(HeadDrafter):
         scores, tokens, parents, first = [last], [ids], [torch.full_like(ids, -1)], 0
         for level in range(1, max(limits)):
             best, at = (x[:, :breadth] for x in last.sort(dim=-1, descending=True, stable=True))
-            known = torch.cat(scores, 1)
-            if known.shape[1] > self.nodes:
-                best = best.masked_fill(best < known.topk(self.nodes).values[:, -1:], -torch.inf)
-            if best.is_cpu:  # where reading is free, only what is possible is expanded
-                count = int((best > -torch.inf).sum(1).max())
-                if not count:
-                    break
-                best, at = best[:, :count], at[:, :count]
             values, below = expand(level, at, ids.gather(1, at))
             parents.append((first + at).repeat_interleave(values.shape[-1], 1))
             first += last.shape[1]
@@ -102,8 +102,36 @@ class TreeDrafter(HeadDrafter):
         columns = fetch(held, kept, *(torch.cat(part, 1).gather(1, kept) for part in (tokens, parents)))
         return [self._tree(*rows) for rows in zip(*columns)]
 
+    def grow_on_host(self, roots: Children, expand: Expand, limits: Sequence[int], breadth: int) -> list[Draft]:
+        """`grow` where reading is free: on lists, and only what is possible is expanded."""
+        least, device = math.log(self.threshold or sys.float_info.min), roots[0].device
+        trees: Any = [[] for _ in limits]  # score, token and parent of each node
+        above, children = [[-1]] * len(limits), roots  # the nodes that were expanded
+        for level in range(1, max(limits) + 1):
+            below, fed = list[list[int]](), list[list[tuple[int, int]]]()
+            for nodes, parents, limit, *rows in zip(trees, above, limits, *map(Tensor.tolist, children)):
+                first = len(nodes)
+                for parent, *row in zip(parents if level <= limit else (), *rows):
+                    score = nodes[parent][0] if level > 1 else 0.0
+                    nodes += [(score + value, token, parent) for value, token in zip(*row)]
+                cut = max(least, heapq.nlargest(self.nodes, nodes)[-1][0])
+                best = heapq.nlargest(breadth, range(first, len(nodes)), key=lambda i: nodes[i][0])
+                below.append([i for i in best if nodes[i][0] >= cut])
+                fed.append([(i - first, nodes[i][1]) for i in below[-1]])
+            count = max(map(len, fed))
+            if not count or level == max(limits):
+                break
+            filled = upload([(nodes + [(0, 0)] * count)[:count] for nodes in fed], device)
+            above, children = below, expand(level, *filled.unbind(-1))
+        drafts = []
+        for nodes in trees:
+            best = heapq.nlargest(self.nodes, range(len(nodes)), key=lambda i: nodes[i][0])
+            kept = sorted(i for i in best if nodes[i][0] >= least)
+            drafts.append(self._tree(len(kept), kept, *zip(*(nodes[i][1:] for i in kept))))
+        return drafts
+
     @staticmethod
-    def _tree(count: int, kept: list[int], tokens: list[int], parents: list[int]) -> Draft:
+    def _tree(count: int, kept: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> Draft:
         place = {node: i for i, node in enumerate(kept[:count])} | {-1: -1}
         return Draft(tokens[:count], [place[parent] for parent in parents[:count]])
 
@@ -125,11 +153,11 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
 
         def children(logits: Tensor) -> Children:
             # as in EAGLE-2 at temperature 1 and without cuts: neither changes the order of a node's children
-            ids, nodes = runner.draft_ids, len(logits) // count
+            ids, nodes = runner.columns, len(logits) // count
             if warp.needs_prefix:
                 histories = [request.history for request in requests]
                 before = Prefixes(histories, [nodes] * count, paths.flatten(0, 1) if paths.shape[2] else None)
-                logits, ids = warp.process(runner.expand(logits), before), None
+                logits, ids = warp.process(in_target(logits, ids, runner.vocab_size), before), None
             values, tokens = (x.unflatten(0, (count, nodes)) for x in self.children(logits, ids))
             return values, tokens
 
@@ -138,7 +166,8 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
             above = at // roots[0].shape[-1]
             own = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(count, -1, -1)
             seen = torch.cat([of_parents(seen, above), own], 2)
-            paths = torch.cat([of_parents(paths, above), tokens[..., None]], 2)
+            if warp.needs_prefix:
+                paths = torch.cat([of_parents(paths, above), tokens[..., None]], 2)
             out = runner.read_level(caches, tokens, of_parents(states, above), seen, level - 1)
             states = out.hidden.unflatten(0, (count, -1))
             return children(out.logits)
@@ -157,7 +186,7 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
         runner, head, texts = self.runner, self.runner.head, range(len(requests))
         block = runner.draft([r.state.cache for r in requests], [r.ids[-1] for r in requests], limits)
         if not head.conditional:  # a slot's tokens are the same whatever stands before them
-            values, ids = self.children(block.logits, runner.draft_ids)
+            values, ids = self.children(block.logits, runner.columns)
 
             def expand(level: int, at: Tensor, tokens: Tensor) -> Children:
                 places = at.new_full(at.shape, level)
@@ -180,9 +209,9 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
         else:
 
             def expand(level: int, at: Tensor, tokens: Tensor) -> Children:
-                found = self.children(runner.condition(block, level, texts, tokens).logits, None)
+                found = self.children(runner.condition(block, level, texts, tokens).logits, runner.columns)
                 return found[0].unflatten(0, at.shape), found[1].unflatten(0, at.shape)
 
-            found = self.children(runner.condition(block, 0, texts, None).logits, None)
+            found = self.children(runner.condition(block, 0, texts, None).logits, runner.columns)
             roots = found[0][:, None], found[1][:, None]
         return Drafts.of(self.grow(roots, expand, limits, self.nodes), runner.device, trees=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from decode.core import verify
 from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.stop import Fixed, StopRule, token_probability
+from decode.core.stop import Fixed, StopRule, max_probability, token_probability
 from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, JensenShannon
 from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.hybrid import HybridDrafter
@@ -50,8 +50,8 @@ def test_two_texts_are_lossless_together_with_every_stop_rule(name: str) -> None
     assert stop.threshold.value == before  # what a text learns stays with it
 
 
-@pytest.mark.parametrize("stop", ["length", "cost-optimal"])
-def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: str) -> None:
+@pytest.mark.parametrize(("stop", "refuse"), [("length", False), ("cost-optimal", False), ("cost-optimal", True)])
+def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: str, refuse: bool) -> None:
     class Watched(DraftLengths):
         def limit(self, batch: int) -> int:
             limits.add(limit := super().limit(batch))
@@ -66,6 +66,8 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
     costs = RoundCosts({1: {0: 1.0, 1: 1.58, 3: 2.7}, 2: {0: 1.0, 1: 1.63, 3: 2.85}})
     inputs = MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3))
     rule = STOPS[stop](inputs)
+    if refuse:
+        rule.confidence, rule.refuse = max_probability, True
     system = Method("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
     assert len(limits) > 1  # what was accepted of either text decides for both

@@ -70,11 +70,11 @@ def test_the_batch_decides_whether_drafting_pays() -> None:
     lengths = DraftLengths(costs, 4)
     decode(lengths, [0.7] * 4, 500, batch=1)
     assert lengths.limit(1) > 0
-    assert lengths.token_cost == pytest.approx(0.38 / 3)
+    assert lengths.step_costs == pytest.approx([0, 0.38 / 3])
     assert lengths.block_cost == 0
     lengths.limit(16)
     assert lengths.chosen == 0
-    assert lengths.token_cost == pytest.approx(4.2 / 3 / 1.6)
+    assert lengths.step_costs[16] / 16 == pytest.approx(4.2 / 3 / 1.6)
     lengths.reset()
     assert lengths.limit(1) > 0
 

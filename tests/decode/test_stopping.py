@@ -213,6 +213,19 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
         assert behind.value == pytest.approx(tokens / cost * 0.3 * (tested + 1) / (accepted_of + 1), abs=1e-12)
 
 
+def test_tokens_of_several_texts_share_the_cost_of_a_step() -> None:
+    controller = CostOptimal(drafted=False)
+    for costs, scores, admitted in (
+        ([0, 1, 1.1, 1.2], [0.3, 0.9, 0.2], 3),  # 0.4 for each: the first text pays for the others
+        ([0, 1, 1.1, 1.2], [0.3, 0.9, 0.05], 2),  # the third one adds less than it costs
+        ([0, 1, 1.1, 1.2], [0.9], 0),  # the others' drafts have ended
+        ([0, 0.6, 1.2, 1.8], [0.5, 0.7, 0.05], 1),
+    ):
+        controller.price(costs, 0.0)
+        controller.weigh(scores)
+        assert sum(score >= controller.value for score in scores) == admitted
+
+
 def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that_are_read() -> None:
     inputs = parts()
     inputs.draft.weight_bytes = 250  # of the 1000 of the target

@@ -13,6 +13,7 @@ from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.loop import Method, Text, run
 from decode.models import api
 from decode.models.api import Model, Out, Read
+from decode.models.heads.runner import in_target
 from decode.writing import Draws, uniform_draws
 
 
@@ -30,7 +31,8 @@ class Reader:
     def read(self, tokens: Tensor | list[int], tree: Draft | None = None, head: int | None = None, **how) -> Tensor:  # type: ignore[no-untyped-def]
         with torch.inference_mode():
             self.out = self.runner.forward([Read(self.cache, torch.as_tensor(tokens), tree)], last=head, **how)
-        return self.out.logits
+        ids = self.runner.columns
+        return self.out.logits if ids is None else in_target(self.out.logits, ids, self.runner.vocab_size)
 
     def truncate(self, length: int) -> None:
         self.cache.truncate(length)

@@ -309,10 +309,13 @@ class OneText:
     ) -> None:  # fmt: skip
         self.new = text = new[0]
         self.masks = attention_masks(new, groups, windows, like)
+        at: Any = text.positions()
         if text.depths is None:
             self.rotary = [table.narrow(0, text.start, text.count) for table in rotary]
+        elif len({*at}) == 1:  # a level of a tree
+            self.rotary = [table[at[0]].expand(text.count, *table.shape[1:]) for table in rotary]
         else:
-            at = upload(text.positions(), like.device)
+            at = upload(at, like.device)
             self.rotary = [table.index_select(0, at) for table in rotary]
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:

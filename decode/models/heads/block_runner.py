@@ -157,7 +157,7 @@ class BlockRunner(DraftHeadRunner):
         return tokens.gather(2, torch.stack(chosen[1:], 1))[..., 0]
 
     def condition(self, block: Block, slot: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
-        """A slot of some texts after the tokens before it, with logits over the target's vocabulary.
+        """A slot of some texts after the tokens before it.
 
         Args:
             block: of texts.
@@ -181,4 +181,4 @@ class BlockRunner(DraftHeadRunner):
                 logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
             else:
                 logits = finished(self.bias.add_to(logits, m), *self.finish)
-        return Out(self.expand(logits), hidden)
+        return Out(logits, hidden)

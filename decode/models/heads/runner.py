@@ -117,9 +117,9 @@ class DraftHeadRunner(RowRunner):
         refusal: str,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        config, self.head, self.draft_ids = head.config, head, head.draft_ids()
+        config, self.head, columns = head.config, head, head.draft_ids()
         bare = isinstance(head, FeatureHead)  # `FeatureHead.pairs` norms what attention reads
-        linear = head.lm_head if hasattr(head, "lm_head") else output_head(target, self.draft_ids, block=not bare)
+        linear = head.lm_head if hasattr(head, "lm_head") else output_head(target, columns, block=not bare)
         final = hasattr(head, "norm") and not getattr(head, "normed_states", False)
         tuned, heads, d = tunable(head), config.num_attention_heads, config.head_dim
         self.shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned and bare)
@@ -152,16 +152,13 @@ class DraftHeadRunner(RowRunner):
             model=head,
             weight_bytes=read * self.network.dtype.itemsize - make.bytes["in float16"],
             cache_bytes_per_token=self.network.cache.bytes_per_token,
+            columns=columns,
             tree_refusal=refusal,
         )
 
-    def expand(self, logits: Tensor) -> Tensor:
-        """Logits from the head's vocabulary to the target's."""
-        return in_target(logits, self.draft_ids, self.vocab_size)
-
     def target_ids(self, tokens: Tensor) -> Tensor:
         """Tokens from the head's vocabulary to the target's."""
-        return tokens if self.draft_ids is None else self.draft_ids[tokens]
+        return tokens if self.columns is None else self.columns[tokens]
 
 
 class HeadRunner(DraftHeadRunner):
@@ -189,14 +186,10 @@ class HeadRunner(DraftHeadRunner):
 
     def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> Out:
         """See `Model.forward`; with features in the queue, as many as tokens have to be there."""
-        out = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
-        return Out(self.expand(out.logits), out.hidden)
+        return self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
 
     def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None) -> Out:
-        """`forward` with logits over the head's own vocabulary ``[rows, draft vocab]``.
-
-        Features wait for all of the texts or for none.
-        """
+        """`forward` of these tokens of each text; features wait for all of the texts or for none."""
         true, new, read, states = len(caches[0].unread) > 0, [], [], []
         for cache, ids in zip(caches, tokens):
             if not cache.length:

@@ -16,6 +16,7 @@ from heads import check_chain_attention, make_block_head, make_head
 from plain_logits import after, head_logits
 from reading import Drafting, Reader, paths
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
@@ -39,7 +40,7 @@ from decode.models.heads import block_runner
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import default_captured_layers
 from decode.models.heads.files import head_kind, load_head, save_head
-from decode.models.heads.runner import DraftHeadRunner, HeadRunner
+from decode.models.heads.runner import DraftHeadRunner, HeadRunner, in_target
 from decode.models.huggingface import HuggingFaceRunner
 from decode.options import MethodOptions
 
@@ -105,7 +106,31 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
         above = torch.tensor([[1, 0], [1, 0], [0, 1]])
         seen = torch.cat([above, torch.eye(3)], 1)[None].bool()
         level = runner.read_level([cache], torch.tensor([[5, 6, 5]]), first.hidden[None, [0, 0, 1]], seen, 1)
-    torch.testing.assert_close(runner.expand(level.logits), torch.stack(chains), rtol=1e-4, atol=1e-4)
+    rows = in_target(level.logits, runner.columns, runner.vocab_size)
+    torch.testing.assert_close(rows, torch.stack(chains), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05])
+def test_trees_are_the_same_whether_the_host_or_a_device_grows_them(threshold: float, tiny) -> None:
+    target, numbers = tiny("llama"), torch.Generator().manual_seed(0)
+    scores = -torch.randint(1, 16, (20, 3), generator=numbers).sort(-1).values / 4  # exact, and often equal
+    ids, limits = torch.randint(0, 20, (20, 3), generator=numbers), [1, 4, 3, 5]
+    drafter = FeatureTreeDrafter(
+        as_runner(target, 3), open_runner(target), GREEDY, width=3, nodes=7, threshold=threshold
+    )
+
+    def expand(level: int, at: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return scores[tokens], ids[tokens]
+
+    first = torch.tensor([[3], [8], [12], [17]])
+    grown = [
+        [(tree.ids, list(tree.parents)) for tree in grow(expand(0, first, first), expand, limits, 3)]
+        for grow in (drafter.grow_on_host, drafter.grow_on_device)
+    ]
+    assert grown[0] == grown[1]
+    depths = [Draft(*tree).depth for tree in grown[0]]
+    assert depths[0] == 1
+    assert max(depths) > 2
 
 
 TREES = [
@@ -340,6 +365,7 @@ def test_a_long_text_is_read_in_pieces_also_where_the_first_rounds_have_no_draft
         with monkeypatch.context() as patch, torch.inference_mode():
             for module in (api, model, block_runner):
                 patch.setattr(module, "PIECE", 8)
+            patch.setattr(ModelDrafter, "together", 8)
             patch.setattr(FastForward, "place", placed)
             for defer in (False, True):
                 assert begin(drafter, runner, ids, defer_prefill=defer).propose(ids, StopRule(3), 10).ids == wanted.ids

@@ -16,7 +16,6 @@ from decode.commands.serve_check import check_head
 from decode.engines.server import ENGINES, Engine
 from decode.errors import UserError
 from decode.models.open import load_model
-from decode.models.parallel import mask_of
 from distill.config import DraftSettings, ExportSettings
 from distill.config.models import StudentSettings
 from distill.data.dataset import IGNORE
@@ -89,22 +88,16 @@ def test_a_run_learns_and_a_killed_one_ends_with_the_same_weights(tmp_path: Path
     settings.student.unroll = 3
     settings.drafts["accepted"] = DraftSettings(accepted_only=True, divergence="kl_tv")
     _, run, _ = run_tiny(begun(settings))
-    masks = {
-        json.loads((run.path(stage) / "config.json").read_text())["pard_token"] for stage in ("initial", *run.trained)
-    }
-    (mask,) = masks
-    run.export.mkdir()
+    mask = json.loads((run.path("initial") / "config.json").read_text())["pard_token"]
     with pytest.warns(UserWarning, match=r"(sglang|llama\.cpp) does not run this export .* a token in each forward"):
         export_draft(run.path("distillspec"), run.path("target"), run.export, ExportSettings())
-    card, written = (run.export / "README.md").read_text(), json.loads((run.export / "config.json").read_text())
-    assert written["pard_token"] == mask
+    card = (run.export / "README.md").read_text()
     assert f"in one forward, with token {mask} in masked slots" in card
     assert "STANDALONE" not in card
     line = json.loads(card.split("--speculative-config '")[1].split("'")[0])
     assert line.items() >= {"method": "draft_model", "parallel_drafting": True, "num_speculative_tokens": 4}.items()
-    engine = Engine("vllm", "target", str(run.export), program="python")
-    command, _ = ENGINES["vllm"].command(engine, 4, 1)
-    assert json.loads(command[command.index("--speculative-config") + 1]).items() == line.items()
+    command, _ = ENGINES["vllm"].command(Engine("vllm", "target", str(run.export), program="python"), 4, 1)
+    assert json.loads(command[command.index("--speculative-config") + 1]) == line
     with pytest.raises(UserError, match=r"llama\.cpp does not run this draft"):
         check_head(load_model(run.export, device="cpu", dtype="auto"), "llama.cpp", [4])
     first = load_file(run.path("initial") / "model.safetensors")
@@ -129,7 +122,7 @@ def test_layers_of_the_target_and_a_published_draft_become_such_drafts(tmp_path:
     settings.student = StudentSettings(kind="as_is", unroll=2, model=str(run.path("distillspec")))
     settings.name = "on"
     _, again, _ = run_tiny(begun(settings))
-    assert mask_of(load_model(again.path("distillspec"), device="cpu", dtype="auto")) is not None
+    assert json.loads((again.path("distillspec") / "config.json").read_text())["pard_token"]
     settings.student.unroll = None
     with pytest.raises(UserError, match=r"has a pard_token: set student\.unroll to the tokens"):
         run_tiny(settings)
