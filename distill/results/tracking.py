@@ -123,16 +123,17 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
     return logger
 
 
-def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: bool = False) -> None:
-    """Log a run's final numbers; to W&B also the report's page, and if asked for the export, as an artifact.
-
-    Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
-    """
+def numbers_of(report: Values) -> dict[str, float]:
+    """A report's final numbers: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any."""
     best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
     best = {key: value for key, value in best.items() if not (doubt(best) and "speedup" in key)}
     values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report["target"]["accuracy"]}
     values |= {f"{key}/{row['name']}": row.get(key) for row in report["drafts"] for key in OF_DRAFTS}
-    summary = {name: float(value) for name, value in values.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: bool = False) -> None:
+    """Log a run's final numbers and the report's page to W&B, and if asked for the export, as an artifact."""
     if isinstance(logger, RunLogger):
         import wandb
 
@@ -142,7 +143,7 @@ def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: 
             artifact = wandb.Artifact(f"{logger.options['name']}-export", type="model")
             artifact.add_dir(str(run_dir / "export"))
             logger.experiment.log_artifact(artifact)
-        logger.experiment.summary.update(summary)
+        logger.experiment.summary.update(numbers_of(report))
 
 
 def finish(logger: Logger | None) -> None:
