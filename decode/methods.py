@@ -108,7 +108,7 @@ class MethodInputs:
     warp: LogitsWarper  # logits to probabilities, for target and draft
     draft: Model | None = None
     tokenizer: PreTrainedTokenizerBase | None = None  # of the target, for methods that draft from a datastore
-    datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
+    datastore: str | Path | None = None  # folder of the stores of rest and adaptix
     options: MethodOptions = field(default_factory=MethodOptions)
     costs: RoundCosts | None = None  # measured seconds of rounds
 
@@ -177,11 +177,6 @@ def exported_length(draft: Any) -> int | None:
     return getattr(getattr(draft, "generation_config", draft.config), "num_assistant_tokens", None) or None
 
 
-def store_of(inputs: MethodInputs) -> Datastore | None:
-    """The datastore of the inputs, whose tokenizer has to be the target's."""
-    return None if inputs.datastore is None else Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer))
-
-
 def _chain(inputs: MethodInputs) -> ModelDrafter:
     """A draft model, or a head that drafts a chain."""
     target, draft, warp = inputs.target, inputs.draft, inputs.warp
@@ -202,9 +197,8 @@ def _tree(inputs: MethodInputs) -> ModelDrafter:
 
 
 def _rest(inputs: MethodInputs) -> Drafter:
-    store = store_of(inputs)
-    assert store is not None
-    return RetrievalDrafter(store)
+    assert inputs.datastore is not None
+    return RetrievalDrafter(Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer)))
 
 
 def _adaptix(inputs: MethodInputs) -> Drafter:
@@ -214,7 +208,7 @@ def _adaptix(inputs: MethodInputs) -> Drafter:
 
 
 def _hybrid(inputs: MethodInputs, head: ModelDrafter, branch: int) -> Drafter:
-    return HybridDrafter(head, store_of(inputs), length=inputs.options.copy_length, branch=branch)
+    return HybridDrafter(head, length=inputs.options.copy_length, branch=branch)
 
 
 @dataclass(frozen=True)
@@ -228,7 +222,6 @@ class Kind:
     samples: bool = False  # drafted tokens are, or may be, drawn from a q
     priced: bool = False  # drafts are chains whose cost by length is known
     store: bool = False  # it needs a datastore
-    copies: bool = False  # it takes a datastore where there is one
 
 
 _priced: Fields = {"samples": True, "priced": True}
@@ -239,10 +232,8 @@ DRAFTERS = {
     "head-tree": Kind(_tree, ("eagle",), trees=True),
     "block": Kind(_chain, ("block",), **_priced),
     "block-tree": Kind(_tree, ("block",), trees=True),
-    "hybrid": Kind(lambda i: _hybrid(i, _chain(i), 0), ANY, samples=True, copies=True),  # chains stay chains
-    "hybrid-tree": Kind(
-        lambda i: _hybrid(i, _tree(i), i.options.copy_branch), ("eagle", "block"), trees=True, copies=True
-    ),
+    "hybrid": Kind(lambda i: _hybrid(i, _chain(i), 0), ANY, samples=True),  # chains stay chains
+    "hybrid-tree": Kind(lambda i: _hybrid(i, _tree(i), i.options.copy_branch), ("eagle", "block"), trees=True),
     "prompt-lookup": Kind(lambda i: LookupDrafter(length=i.window(10))),
     "suffix": Kind(lambda i: SuffixDrafter()),
     "rest": Kind(_rest, trees=True, store=True),
@@ -253,7 +244,6 @@ DRAFTERS = {
 BASELINES: dict[str, tuple[Kind, int | None]] = {
     "generate": (Kind(), None),
     "generate-assistant": (Kind(drafts=("model",)), 5),  # a fixed number of tokens, as vanilla
-    "generate-assistant-dynamic": (Kind(drafts=("model",)), 20),  # transformers' defaults, with a confidence of 0.4
     "generate-prompt-lookup": (Kind(), 10),
 }
 """Transformers' own generation, which benchmarks compare with, with the draft lengths where none is given."""

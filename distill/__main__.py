@@ -24,8 +24,7 @@ EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml --show-example
   python -m distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
   python -m distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
-  python -m distill ablate --config configs/ablation.yaml     objectives and kinds of drafts over several seeds
-  wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
+  python -m distill ablate --config configs/ablation.yaml     objectives and kinds of drafts over several seeds"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
 offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,

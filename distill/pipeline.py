@@ -5,7 +5,6 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 import yaml
 from rich.console import Console
@@ -13,9 +12,8 @@ from rich.console import Console
 from decode.files import read_json, scratch_folder, write_json, write_text
 from decode.progress import working
 from distill import ranks
-from distill.checks import signal_sizes
 from distill.config import Settings
-from distill.config.base import ENGINES, Signal, Values, change, refuse
+from distill.config.base import ENGINES, Values, change, refuse
 from distill.data.chat import show
 from distill.engine.check import holds
 from distill.engine.devices import server_gpus
@@ -23,8 +21,8 @@ from distill.engine.vllm import FOLDER
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
-from distill.files import fingerprint, free_bytes, sizes
-from distill.fingerprints import inputs, measurement_fingerprint, stage_fingerprints
+from distill.files import sizes
+from distill.fingerprints import measurement_fingerprint, stage_fingerprints
 from distill.networks.models import multiplies_bfloat16, open_frozen
 from distill.responses.target import answered_texts
 from distill.results.evaluate import evaluate
@@ -48,7 +46,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     check_export_path(run.export, settings.student.draft)
     check_gguf(settings.export, settings.student.draft)
     with alone_in(run):
-        prepare_settings(run)
+        run.settings = ranks.exchange(with_formats(run.settings))[0]  # the first process's
         if first:
             run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings), settings.tags)
         try:
@@ -70,20 +68,6 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
 
 # -- settings that depend on the machine ------------------------------------------------------------------------------
 
-ROOM = 0.9
-"""Part of the free disk that signals chosen by ``auto`` may take."""
-
-
-def prepare_settings(run: Run) -> None:
-    """Give a run settings without any ``auto`` that depends on the machine: number formats, and the kind of signal.
-
-    They are the first process's. Where the kind of signal has to be chosen, the data are read.
-    """
-    run.settings = with_formats(run.settings)
-    if run.settings.teacher.signal == "auto":
-        run.settings.teacher.signal = _choose_signal(run)
-    run.settings = ranks.exchange(run.settings)[0]
-
 
 def with_formats(settings: Settings) -> Settings:
     """Return a copy whose number formats are none of them ``auto``."""
@@ -95,22 +79,6 @@ def with_formats(settings: Settings) -> Settings:
         if model.dtype == "auto":
             model.dtype = "bfloat16" if fast else "float32"
     return prepared
-
-
-def _choose_signal(run: Run) -> Signal:
-    """Return the first kind of signal that the disk has room for. It is noted, so that a rerun has the same."""
-    settings, note = run.settings, run.work / "signal.json"
-    read = inputs(settings, ("data", "target", "head", "frozen", "answers", "written"))
-    key = fingerprint(read, settings.teacher.signal_k, settings.trainer.validation_examples)
-    if (chosen := read_json(note)).get("made_from") != key:
-        sizes_of_kinds, room = signal_sizes(run), ROOM * free_bytes(run.work)
-        kind = next(kind for kind, size in sizes_of_kinds.items() if size <= room)
-        needs = ", ".join(f"{name} may need {size / 1e9:.2f} GB" for name, size in sizes_of_kinds.items())
-        run.line(f"signal: {kind} ({needs}; {ROOM:.0%} of the free disk are {room / 1e9:.2f} GB)")
-        chosen = {"signal": kind, "made_from": key}
-        if ranks.is_first():
-            write_json(note, chosen)
-    return cast("Signal", chosen["signal"])
 
 
 def show_example(settings: Settings, console: Console | None = None) -> None:

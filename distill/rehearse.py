@@ -238,7 +238,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
             measure(run)
         whole.corpus = run.corpus
         models = [sum(sizes(run.path(stage)).values()) for stage in trainings if not run.path(stage).is_symlink()]
-        kind = "hidden" if full.teacher.kept == "auto" else full.teacher.kept
+        kind = full.teacher.kept
         signals = signal_sizes(whole)[kind] * (count / len(whole.examples) if written else 1)
     for part, (seconds, tokens) in parts.items():
         console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
@@ -265,13 +265,12 @@ def _answers(run: Run, count: int, console: Console) -> tuple[float, float]:
 
 def _timed(full: Settings, folder: str) -> Settings:
     """Return settings of a rehearsal with the run's own models, whose steps are timed."""
-    small, signal = few(full, steps=TIMED, epochs=None), full.teacher.signal
+    small = few(full, steps=TIMED, epochs=None)
     if small.data.from_target:
         change(small.data, **ROWS)
     largest = max(draft.training_of(small.training).batch_size for draft in small.drafts.values())
     change(
         small, output_dir=folder, trainer__devices=ranks.one_device(full.trainer), export__gguf=[],
-        teacher__signal="hidden" if signal == "auto" else signal,
         teacher__examples=max(full.teacher.responses.batch_size, 2 * largest),
         trainer__callbacks=[*full.trainer.callbacks, {"class_path": "distill.rehearse.StepTimes"}],
     )  # fmt: skip

@@ -69,7 +69,7 @@ class Run:
     """The folder ``<output_dir>/<name>``, and what every stage works with; data are read at their first use.
 
     Args:
-        settings: Of the run, without any ``auto`` that `distill.pipeline.prepare_settings` resolves.
+        settings: Of the run, without any ``auto`` that `distill.pipeline.with_formats` resolves.
         console: Where the first process shows progress; None: on the standard output.
 
     Attributes:

@@ -79,7 +79,7 @@ def open_session(
             target's context.
     """
     options, kinds = session_options(settings, pair), [kind_of(split_spec(method)[0]) for method in methods]
-    if settings.corpus and not settings.datastore and any(kind.store or kind.copies for kind in kinds):
+    if settings.corpus and not settings.datastore and any(kind.store for kind in kinds):
         documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)
         options.datastore = folder / "work" / "stores"
         write_stores(join_documents(documents), options.datastore, pair.tokenizer)

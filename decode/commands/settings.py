@@ -56,7 +56,7 @@ class MethodSettings(MethodOptions):
     """Another acceptance rule than the method's own; `python -m decode methods` lists them. All but exact and
     block-verification are relaxed: the output is no longer distributed as the target's, and drafts may not be trees."""
     datastore: str | None = None
-    """Folder made by `python -m decode datastore build`, for rest and adaptix; hybrid copies from it too."""
+    """Folder made by `python -m decode datastore build`, for rest and adaptix."""
 
 
 @dataclass
@@ -188,9 +188,9 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     draft: list[str] = field(default_factory=list)
     """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
     methods: list[str] = field(default_factory=list)
-    """Methods to compare, among them transformers' generate, generate-assistant, generate-assistant-dynamic and
-    generate-prompt-lookup; empty: all that the given models and files allow. Options of one method follow its
-    name, NAME:option=value:...: ears:beta=0.2, adaspeed:exit_layer=4, vanilla:draft_length=5."""
+    """Methods to compare, among them transformers' generate, generate-assistant and generate-prompt-lookup; empty: all
+    that the given models and files allow. Options of one method follow its name, NAME:option=value:...: ears:beta=0.2,
+    adaspeed:exit_layer=4, vanilla:draft_length=5."""
     baselines: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Copies where the text repeats itself or a corpus, and a draft model or feature head everywhere else.
+"""Copies where the text repeats itself, and a draft model or feature head everywhere else.
 
 After enough matching tokens a copy is accepted more often than what a small head drafts, and costs no forward.
 """
@@ -13,14 +13,11 @@ from torch import Tensor
 from decode.core.draft import Drafts, Ids
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
-from decode.drafters.lookup import SuffixIndex, commonest, copy_from
+from decode.drafters.lookup import SuffixIndex, copy_from
 from decode.drafters.model import ModelDrafter
-from decode.drafters.rest import Datastore
 from decode.models.api import Out
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
-OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read
-SUPPORT = 0.2  # share of the occurrences that have to go on like the copy, for it to go on
 
 
 @dataclass
@@ -41,7 +38,6 @@ class HybridDrafter(Drafter):
     """
 
     head: ModelDrafter  # the draft model or feature head
-    store: Datastore | None = None  # a corpus, such as the target's own answers; None looks in the text only
     match: int = 4  # tokens that have to match for a copy to be preferred to the head's draft
     length: int = 10  # most tokens copied; twice as many as matched at most
     branch: int = 0  # most tokens copied after a shorter match, as a branch of the head's tree; 0: it drafts chains
@@ -56,9 +52,9 @@ class HybridDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest], device: torch.device) -> Drafts:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
-        matches = list(map(self._match, requests))
+        matches = [request.state.index.latest(request.ids, max(LONGEST, self.match)) for request in requests]
         copies = [
-            self._copy(request, self.length, *match) if max(match[0], match[2]) >= self.match else []
+            self._copy(request, self.length, *match) if match[0] >= self.match else []
             for request, match in zip(requests, matches)
         ]
         asked = [
@@ -76,24 +72,11 @@ class HybridDrafter(Drafter):
     def _of_head(request: DraftRequest) -> DraftRequest:
         return replace(request, state=request.state.head)
 
-    def _match(self, request: DraftRequest) -> tuple[int, int, int]:
-        """Tokens of the text's end found in the text, the position after them, and tokens found in the corpus."""
-        ids, longest = request.ids, max(LONGEST, self.match)
-        in_store = self.store.longest(ids, longest, SHORTEST)[0] if self.store is not None else 0
-        return *request.state.index.latest(ids, longest), in_store
-
-    def _copy(self, request: DraftRequest, most: int, in_text: int, after: int, in_store: int) -> Ids:
-        """The continuation of the longer match; from the corpus, the most frequent one that `SUPPORT` holds for."""
-        matched = max(in_text, in_store)
+    @staticmethod
+    def _copy(request: DraftRequest, most: int, matched: int, after: int) -> Ids:
+        """The continuation of so many matched tokens, from the position after them."""
         count = min(most, request.max_depth, 2 * matched)
-        if count < 1:
-            return []
-        if in_text == matched or self.store is None:  # of equals the text is closer to what is being written
-            return copy_from(request.ids, after, count)
-        rows = self.store.continuations(
-            request.ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST
-        )
-        return commonest(rows.tolist(), SUPPORT)[0]
+        return copy_from(request.ids, after, count) if count > 0 else []
 
     def feed(self, state: HybridState, prompt: Prompt, captured: Tensor) -> None:
         """See `Drafter.feed`."""

@@ -48,7 +48,7 @@ def generate(
     )  # fmt: skip
     draft_config = GenerationConfig(
         num_assistant_tokens=draft_length, num_assistant_tokens_schedule="constant", pad_token_id=0,
-        assistant_confidence_threshold=0.0 if name == "generate-assistant" else 0.4,
+        assistant_confidence_threshold=0.0,
     )  # fmt: skip
     hook = target.register_forward_pre_hook(lambda *_: forwards.append(None))
     try:

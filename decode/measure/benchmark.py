@@ -55,13 +55,13 @@ from decode.progress import current
 
 BASELINE = "autoregressive"  # the loop without a drafter, the baseline of `speedup`
 REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greedy ones have to equal
-RATIOS = {"speedup": BASELINE, "speedup_vs_generate": REFERENCE, "speedup_vs_assistant": "generate-assistant"}
+RATIOS = {"speedup": BASELINE, "speedup_vs_generate": REFERENCE}
 """The method that each ratio of a row divides by."""
 FILLED = 2  # least number of prompts for each place of a batch
 WARM_UP = 24  # most tokens of the text that every method writes before it is timed
 MEASURED = (
     "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate", "speedup_vs_generate_ci95",
-    "speedup_vs_assistant", "speedup_vs_assistant_ci95", "accepted_length", "accepted_length_ci95", "alpha", "alpha_se",
+    "accepted_length", "accepted_length_ci95", "alpha", "alpha_se",
     "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
     "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
     "acceptance_by_position", "verification_threshold",

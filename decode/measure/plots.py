@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from decode.files import Fields
 from decode.measure.statistics import finite
@@ -90,13 +90,10 @@ def lines(
     title: str,
     xlabel: str,
     ylabel: str,
-    *,
-    log_x: bool = False,
-    at_one: bool = False,
 ) -> str:
     """Lines through points (x, y) or (x, y, low, high), the ends of an interval; points not finite are left out.
 
-    Axes are labelled with quantity and formula; `at_one` draws a dashed line at y = 1.
+    Axes are labelled with quantity and formula.
     """
     axes, drawn = new_axes(title, xlabel, ylabel, 2.4), list[Any]()
     for i, (name, values) in enumerate(series.items()):
@@ -108,11 +105,6 @@ def lines(
         for x, _, *interval in kept:
             axes.plot([x] * len(interval), interval, color=colour, linewidth=1.1, alpha=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if log_x:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if at_one:
-        axes.axhline(1, **DASHED)
     axes.margins(0.07)
     return as_svg(axes)
 

@@ -275,7 +275,6 @@ def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
 
 def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable[Section]:
     """The page of a benchmark, from the keys of report.json."""
-    by_size: dict[str, list[tuple[float, ...]]] = {}  # speedups by batch size
     for title, rows in by_block(methods).items():
         fastest = drafting(rows)
         sure = [row for row in rows if not doubt(row)]
@@ -287,11 +286,5 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
             figures.append((plots.acceptance_by_position(positions), ""))
         text = f"repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
         yield Section(title, text, tables=[Table(keys_of(rows), rows)], figures=figures)
-        for row in drafting(sure):
-            name = f"{row['name']}, {row['suite']}, {mode(row['temperature'])}"
-            by_size.setdefault(name, []).append((row["batch_size"], row["speedup"], *(row["speedup_ci95"] or ())))
-    if curves := {name: points for name, points in by_size.items() if len(points) > 1}:
-        axes = "texts at once (batch size)", "tokens/s ÷ without a draft (×)"
-        yield Section(figures=[(plots.lines(curves, "Speedup by batch size", *axes, log_x=True, at_one=True), "")])
     where = {"machine": sentence(machine), "threads": machine["note"]}
     yield Section("Machine and settings", facts=where | bench["settings"], folded=True)

@@ -36,7 +36,7 @@ class BenchOptions:
     system: str | None = None  # system message of the chats
     warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings except the temperature
     threads: int | None = None  # of torch while speed is measured; None measures one against all
-    datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
+    datastore: str | Path | None = None  # folder of the stores of rest and adaptix
     pack: str = "auto"  # see `decode.models.check.open_runner`
     beyond: int = 0  # tokens drafted behind the longest text that contexts have to hold too
 

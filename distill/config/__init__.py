@@ -158,7 +158,7 @@ class Settings:
     """Folder of all runs."""
     threads: PositiveInt | None = None
     """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
-    tracker: Literal["wandb", "csv", "none"] = "wandb"
+    tracker: Literal["wandb", "none"] = "wandb"
     """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
     tags: list[str] = field(default_factory=list)
     """Tags of the W&B runs: one for each stage, in a group of the run's name."""

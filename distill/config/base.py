@@ -17,7 +17,7 @@ Precision = Literal[
     "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "transformer-engine",
     "transformer-engine-float16",
 ]  # fmt: skip
-Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
+Signal = Literal["hidden", "topk", "online", "vllm"]
 ENGINES = ("vllm",)
 """Kinds of signal that a serving engine gives; `distill.engine.PROTOCOLS` has how."""
 Split = Literal["train", "validation", "test"]

@@ -66,9 +66,9 @@ class TeacherSettings:
 
     examples: PositiveInt | None = None
     """Number of training examples used for distillation (the first ones); null: all."""
-    signal: Signal = "auto"
+    signal: Signal = "hidden"
     """What is kept of the target. hidden: last hidden states of response tokens (exact). topk: their signal_k largest
-    log-probabilities. online: nothing; it runs beside the draft. auto: the first of these that the disk has room for.
+    log-probabilities, for a small disk. online: nothing; it runs beside the draft.
     vllm: hidden states out of a serving engine, for targets of any size (see engine)."""
     signal_k: PositiveInt = 64
     """Number of log-probabilities kept per token with signal topk."""
@@ -92,7 +92,7 @@ class TeacherSettings:
 
     @property
     def kept(self) -> Any:
-        """The kind of signal as it is kept: hidden, topk or online; ``auto`` as it is."""
+        """The kind of signal as it is kept: hidden, topk or online."""
         if not self.in_engine:
             return self.signal
         return {"topk": "topk", False: "online"}.get(self.engine.keep, "hidden")

@@ -18,7 +18,7 @@ from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.eagle import DraftHead, draft_ids
 from decode.models.heads.files import unserved
 from decode.models.parallel import mask_of
-from distill.kinds.kind import TOKEN_MAP, of_model
+from distill.kinds.kind import of_model
 
 Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]
@@ -93,7 +93,6 @@ def describe(
         "model_type": config.model_type,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "draft_vocabulary": None if ids is None else len(ids),
-        "token_map": False,
         "gguf_type": [*gguf, "f32"][0],
         "notes": [],
         "unserved": reasons,
@@ -156,7 +155,7 @@ def add_measurements(export_dir: str | Path, report: Report, draft: str) -> None
 def exported_facts(export_dir: str | Path) -> Facts:
     """Returns what `commands` needs to know about an export; a run's report has it as ``exported``."""
     profile = read_json(Path(export_dir) / PROFILE)
-    facts = {key: profile["export"][key] for key in ("kind", "token_map", "gguf_type", "unserved")}
+    facts = {key: profile["export"][key] for key in ("kind", "gguf_type", "unserved")}
     return {"length": profile["num_speculative_tokens"], **facts}
 
 
@@ -165,7 +164,7 @@ def commands(target: str, draft: str, facts: Report) -> list[tuple[str, str, str
 
     ``facts`` are the `exported_facts`.
     """
-    values = {"target": target, "draft": draft, **facts, "token_map": TOKEN_MAP if facts["token_map"] else ""}
+    values = {"target": target, "draft": draft, **facts}
     engines = yaml.safe_load((HERE / "serving_commands.yaml").read_text(encoding="utf-8"))
     return [
         (engine["title"], engine["language"], Template(engine["lines"]).render(values))

@@ -106,7 +106,6 @@ def write_head(
     if isinstance(head, BlockHead) and head.reduced and target is not None:
         shared[HEAD] = output_head(target, head.draft_ids(), block=True).weight.to(dtype)
     save_head(head.to(dtype), folder, shared)
-    of_model(head).write(head, folder)
     tokenizer.save_pretrained(folder)
 
 

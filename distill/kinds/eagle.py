@@ -1,7 +1,6 @@
 """EAGLE-1, EAGLE-3 and a target's own next-token layers (MTP) in training, unrolled over several drafting steps."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from typing_extensions import override
 from decode.measure.acceptance import DEPTH
 from decode.models.heads.eagle import FeatureHead, captured_layers, head_config, output_head
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
-from distill.config.base import Values
 from distill.data.dataset import PLACES, Batch, Chance, places
 from distill.kinds.base import GROUPS, Draft, head_rows
-from distill.kinds.kind import TOKEN_MAP, Differences, Kind, Rules
+from distill.kinds.kind import Differences, Kind, Rules
 from distill.kinds.start import check_states
 from distill.losses.chunked import Rows
 from distill.networks.lm_head import LMHead
@@ -106,8 +104,12 @@ class Eagle(Unrolled):
     @override
     def rules(self, settings: Any) -> Rules:
         normed = self.version == 3 and settings.student.model is None and settings.student.norms
-        return [(normed and settings.export.gguf, "student.norms", "and llama.cpp, for which export.gguf asks, reads "
-                 "no such heads: set it to false")]  # fmt: skip
+        some = self.version == 1 and settings.student.draft_vocab
+        return [
+            (normed and settings.export.gguf, "student.norms", "and llama.cpp, for which export.gguf asks, reads no "
+             "such heads: set it to false"),
+            (some, "student.draft_vocab", "and EAGLE-1 heads draft all tokens: set it to null, or take eagle3"),
+        ]  # fmt: skip
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:
@@ -126,16 +128,6 @@ class Eagle(Unrolled):
         )
         with seeded(seed):
             return FeatureHead(config)
-
-    @override
-    def write(self, model: FeatureHead, folder: Path) -> None:
-        ids = model.draft_ids()
-        if self.version == 1 and ids is not None:
-            torch.save(ids.tolist(), folder / TOKEN_MAP)
-
-    @override
-    def facts(self, model: FeatureHead) -> Values:
-        return {"token_map": self.version == 1 and model.reduced}
 
 
 class NextLayers(Unrolled):

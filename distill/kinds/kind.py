@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,6 @@ from distill.config.kinds import KINDS, kind_of
 from distill.config.models import StudentSettings
 from distill.kinds.base import Draft
 
-TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 Rules = list[tuple[object, str, str]]
 """Of `distill.config.base.refuse`."""
 Differences = dict[str, tuple[Any, Any]]
@@ -106,9 +104,6 @@ class Kind:
     def draft(self, model: nn.Module, student: Any, *, accepted_only: bool = False) -> Draft:
         """The model in training."""
         raise NotImplementedError
-
-    def write(self, model: Any, folder: Path) -> None:
-        """Writes beside an exported head what engines read there."""
 
     def facts(self, model: Any) -> Values:
         """What the model card says of it."""

@@ -1,7 +1,6 @@
 """Experiment tracking by Lightning's loggers: a W&B run for each stage in one group, so that their curves overlay.
 
-A further W&B run of the group has the report. In a sweep, whose points are one W&B run each, that one has everything,
-and its metrics are named ``stage/metric``. W&B is offline where it knows no key or does not answer, so a run never
+A further W&B run of the group has the report. W&B is offline where it knows no key or does not answer, so a run never
 waits for input. Further options are W&B's environment variables; those that are set are never changed.
 """
 
@@ -16,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 
 from decode.errors import first_line
 from decode.files import read_json, write_json
@@ -40,10 +39,8 @@ OF_DRAFTS = "offline_alpha", "offline_accepted_length", "validation_accepted_len
 class RunLogger(WandbLogger):
     """The W&B run that ``wandb.init`` makes of ``options``; of several, the one that is used last is active."""
 
-    LOGGER_JOIN_CHAR = "/"
-
-    def __init__(self, options: Values, prefix: str = "") -> None:
-        super().__init__(save_dir=options["dir"], version=options["id"], prefix=prefix)
+    def __init__(self, options: Values) -> None:
+        super().__init__(save_dir=options["dir"], version=options["id"])
         self.options = options
 
     @property
@@ -74,7 +71,7 @@ def make_logger(tracker: str, run_dir: Path, name: str, config: Values, tags: Se
     A W&B run that was killed is continued while ``config``, all settings, stays the same.
     """
     if tracker != "wandb":
-        return CSVLogger(run_dir, name="csv/run", flush_logs_every_n_steps=20) if tracker == "csv" else None
+        return None
     # tables and plots are staged beside the run: a user may have no home that can be written
     folders = dict.fromkeys(("DATA_DIR", "CACHE_DIR"), str(run_dir / "wandb"))
     for variable, value in (ENVIRONMENT | folders).items():
@@ -84,8 +81,7 @@ def make_logger(tracker: str, run_dir: Path, name: str, config: Values, tags: Se
         kept = {"config": key, "id": secrets.token_hex(4)}
         if ranks.is_first():
             write_json(note, kept)
-    run_id = os.environ.get("WANDB_RUN_ID") or kept["id"]  # the agent of a sweep has chosen one
-    options = {"name": name, "dir": str(run_dir), "id": run_id, "config": dict(config), "resume": "allow"}
+    options = {"name": name, "dir": str(run_dir), "id": kept["id"], "config": dict(config), "resume": "allow"}
     options |= {"group": os.environ.get("WANDB_RUN_GROUP") or name, "job_type": "report", "tags": list(tags)}
     return RunLogger(options | ({"mode": "offline"} if is_offline() else {}))
 
@@ -110,9 +106,7 @@ def tried(logger: Logger | None, say: Callable[[str], None]) -> Logger | None:
         try:
             _ = logger.experiment
         except Exception as error:  # of W&B, its service, or the system
-            say(
-                f"this run is not tracked ({first_line(error) or type(error).__name__}): set tracker to csv for records"
-            )
+            say(f"this run is not tracked ({first_line(error) or type(error).__name__}); its folder holds the losses")
             return None
         if online and "mode" in logger.options:
             say(f"W&B does not answer, so that the record is offline: {where(logger)}")
@@ -123,26 +117,23 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
     """Return the logger of one stage of the run."""
     if isinstance(logger, RunLogger):
         options = logger.options
-        if "WANDB_SWEEP_ID" in os.environ:
-            return RunLogger(options, stage)
         config = options["config"] | {"stage": stage, "draft": options["config"].get("drafts", {}).get(stage)}
         of_stage = {"id": f"{options['id']}-{stage}", "name": f"{options['name']}: {stage}", "job_type": stage}
         return RunLogger(options | of_stage | {"config": config})
-    if isinstance(logger, CSVLogger):  # a new version for each start: the writer deletes an older one's metrics
-        return CSVLogger(logger.save_dir, name=f"csv/{stage}", flush_logs_every_n_steps=20)
     return logger
 
 
-def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: bool = False) -> None:
-    """Log a run's final numbers; to W&B also the report's page, and if asked for the export, as an artifact.
-
-    Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
-    """
+def numbers_of(report: Values) -> dict[str, float]:
+    """A report's final numbers: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any."""
     best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
     best = {key: value for key, value in best.items() if not (doubt(best) and "speedup" in key)}
     values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report["target"]["accuracy"]}
     values |= {f"{key}/{row['name']}": row.get(key) for row in report["drafts"] for key in OF_DRAFTS}
-    summary = {name: float(value) for name, value in values.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: bool = False) -> None:
+    """Log a run's final numbers and the report's page to W&B, and if asked for the export, as an artifact."""
     if isinstance(logger, RunLogger):
         import wandb
 
@@ -152,10 +143,7 @@ def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: 
             artifact = wandb.Artifact(f"{logger.options['name']}-export", type="model")
             artifact.add_dir(str(run_dir / "export"))
             logger.experiment.log_artifact(artifact)
-        logger.experiment.summary.update(summary)
-    elif logger is not None:
-        logger.log_metrics(summary, step=0)
-        logger.save()
+        logger.experiment.summary.update(numbers_of(report))
 
 
 def finish(logger: Logger | None) -> None:
@@ -163,14 +151,12 @@ def finish(logger: Logger | None) -> None:
     wandb = sys.modules.get("wandb")  # a run that was never started needs no import
     if isinstance(logger, RunLogger) and wandb is not None and wandb.run is not None:
         wandb.run.finish()
-    elif logger is not None:
-        logger.finalize("success")
 
 
 def where(logger: Logger | None) -> str:
     """Return a line that says where the record is, and how to upload it if it is offline. Starts nothing."""
     if not isinstance(logger, RunLogger):
-        return f"csv files in {logger.save_dir}/csv" if logger else "not tracked"
+        return "not tracked"
     if "mode" not in logger.options:
         return f"W&B {os.environ.get('WANDB_MODE', 'online')}, group {logger.options['group']}, run {logger.version}"
     return f"W&B offline; to upload: wandb sync {logger.save_dir}/wandb/offline-run-*"

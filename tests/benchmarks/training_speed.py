@@ -147,9 +147,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
         (target, student, reference), began = copy.deepcopy(models), time.perf_counter()
         kept, kind = replace(examples, columns={}), settings.teacher.signal
         vocab = int(student.config.get_text_config().vocab_size)
-        signal = Signal(
-            target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
-        )
+        signal = Signal(target.to(device), kind, vocab=vocab, k=settings.teacher.signal_k)
         if signal.kind != "online":
             keep_columns(Kept(signal.columns, folder / "signal"), [kept], signal.kept)
         frozen, precision = LanguageModelDraft(reference.to(device), 1), settings.trainer.precision

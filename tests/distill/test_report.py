@@ -5,7 +5,6 @@ import json
 import re
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from distill.export.card import export_profile
 from distill.pipeline import measure
 from distill.results.evaluate import acceptance, by_position
 from distill.results.report import console_tables, draft_rows, opening, write_report
-from distill.results.tracking import log_report
+from distill.results.tracking import numbers_of
 from distill.run import Run
 
 
@@ -120,9 +119,7 @@ def test_a_speedup_that_is_no_result_stands_in_no_sentence_of_page_console_and_c
     measured = export_profile(report, "adaspec")
     assert why in measured["doubt"]
     assert not [key for key in measured if "speedup" in key]
-    logged: dict[str, float] = {}
-    logger: Any = SimpleNamespace(log_metrics=lambda values, step: logged.update(values), save=lambda: None)
-    log_report(logger, report, tmp_path)
+    logged = numbers_of(report)
     assert "accepted_length" in logged
     assert "speedup" not in logged
     good = FULL["decoding"][2] | {"prompts": 6, "load": 0.1, "cores": 2}  # slower than what cannot be

@@ -54,7 +54,7 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)
     embedding = head.embed_tokens or target.get_input_embeddings()
     *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
-    shared = output_head(target, head.draft_ids()) if head.version == 1 else None
+    shared = output_head(target) if head.version == 1 else None
     vocab = int(target.get_output_embeddings().weight.shape[0])
     rows = head.logits(states[0, max(0, start - 1 - depth) : max(0, len(ids) - 1 - depth)], shared)
     return rows_of(head, rows, vocab, slice(start, len(ids)))

@@ -58,7 +58,7 @@ FULL = {
         decoding("adaspec", 1.0, 4, 1.40, same=None),
     ],
     "profile": {"draft": "adaspec", "cost_ratio": 0.14, "best_draft_length": 2, "break_even_alpha": 0.41},
-    "exported": {"length": 3, "kind": "draft", "token_map": False, "gguf_type": "q8_0", "unserved": {}},
+    "exported": {"length": 3, "kind": "draft", "gguf_type": "q8_0", "unserved": {}},
     "commands": {"reproduce": "python -m distill --config configs/quickstart.yaml"},
 }
 

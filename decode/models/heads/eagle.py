@@ -455,7 +455,7 @@ def head_config(
         architectures=[ARCHITECTURES[version]],
         num_hidden_layers=1,
         num_target_layers=layers,
-        draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
+        draft_vocab_size=drafted if version == 3 else None,
         eagle_aux_hidden_state_layer_ids=entered,
         **(dict.fromkeys(NORMS, True) if norms and version == 3 else {}),
         # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it

@@ -34,8 +34,8 @@ def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_n
         draft_names(["runs/b", "other/b"])
 
 
-@pytest.mark.parametrize("method", ["rest", "adaptix", "hybrid", "hybrid-tree:tree_nodes=4"])
-def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
+@pytest.mark.parametrize("method", ["rest", "adaptix"])
+def test_methods_that_retrieve_get_a_store_of_the_corpus(method, tiny, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
     pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
     settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")], threads=1, pack="off")

@@ -21,9 +21,8 @@ CURVES = {"a": [(0, 1), (1, float("nan")), (2, 3)], "b": [(1, 2.0, 1.5, 2.5)]}
 PLOTS = {
     "bars": (plots.speedup_bars(METHODS), ["tokens/s ÷ tokens/s without a draft"]),
     "positions": (plots.acceptance_by_position({"vanilla": RATES, "rest": RATES[:1]}), ["accepted ÷ rounds"]),
-    "lines": (plots.lines(CURVES, "title", "x = 1", "y = 2", at_one=True), ["x = 1", "y = 2"]),
+    "lines": (plots.lines(CURVES, "title", "x = 1", "y = 2"), ["x = 1", "y = 2"]),
     "points": (plots.lines({"a": [(0.5, 1.5)]}, "title", "p/q", "s"), ["p/q", "s"]),
-    "sizes": (plots.lines({"a": [(1, 1.5), (8, 2)]}, "title", "size", "s", log_x=True), ["size", "s"]),
 }
 
 

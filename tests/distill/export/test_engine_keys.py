@@ -97,7 +97,6 @@ INERT = {
 }
 """Keys that no engine needs to read, with the reason."""
 OF_KIND = {
-    "eagle": ("d2t", "t2d", "draft_vocab_size"),  # the command names the file of these ids, token_map.pt
     "dflash": ("block_size",),  # the command has it
     "dflash2": ("block_size",),
 }

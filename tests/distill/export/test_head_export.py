@@ -78,7 +78,6 @@ def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path) ->
     assert read(out)[0]["num_assistant_tokens"] == 2
     assert read_json(out / "speculation_profile.json")["method"] == {1: "eagle", 3: "eagle3"}[version]
     if version == 1:
-        assert torch.load(out / "token_map.pt") == list(range(24))
         return
     captured = config["eagle_aux_hidden_state_layer_ids"]
     assert captured == [1, 3, 5]  # three different ones

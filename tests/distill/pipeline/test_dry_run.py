@@ -17,7 +17,7 @@ from distill.config import DraftSettings, Settings
 from distill.config.data import DataSettings
 from distill.config.models import StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import ResponseSettings
-from distill.pipeline import prepare_settings, show_example
+from distill.pipeline import show_example, with_formats
 from distill.rehearse import PLAIN_CHAT, estimate, shrink
 from distill.stages import run_stages
 
@@ -137,5 +137,5 @@ def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: s
     argv += ["--student.kind", kind, "--output-dir", str(tmp_path)]
     argv += ["--trainer.precision", "bf16-mixed", "--target.dtype", "bfloat16"]  # what auto is where it is fast
     settings = parse(Settings, argv, foreign={"bench"})
-    prepare_settings(run := bench(shrink(settings, Console(quiet=True)))[0])
+    run = bench(with_formats(shrink(settings, Console(quiet=True))))[0]
     assert run_stages(run) == ["target", "initial", "kl-tv"]

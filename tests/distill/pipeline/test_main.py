@@ -1,16 +1,13 @@
-"""``python -m distill``: what the command accepts, prints and returns; every file in ``configs/``, sweeps included."""
+"""``python -m distill``: what the command accepts, prints and returns; every file in ``configs/``."""
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import yaml
-from run_report import FULL
 from tiny_run import tiny_settings
-from wandb.sdk.launch.sweeps import utils
 
 from decode.commands import bench as compare
 from decode.commands.cli import parse, read_config, run_main
@@ -21,7 +18,6 @@ from distill import train
 from distill.ablation import AblateSettings
 from distill.config import Settings
 from distill.pipeline import write_settings
-from distill.results.tracking import log_report
 from probes.settings import ProbesSettings
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
@@ -143,17 +139,3 @@ def test_every_file_is_read_by_its_commands(path: Path) -> None:
         assert settings.target
         parts = Parts(settings, "model", datastore=True)
         assert compare.chosen_methods(settings, [parts, *(replace(parts, draft=kind) for kind in ("eagle", "block"))])
-
-
-def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:
-    content = yaml.safe_load((ROOT / "sweeps" / "distill.yaml").read_text())
-    values = {key: {"value": choices["values"][0]} for key, choices in content["parameters"].items()}
-    flags = utils.create_sweep_command_args({"args": values})["args"]
-    argv = [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
-    settings = parse(Settings, argv[3:], prog="", foreign=command.FOREIGN)
-    settings.validate()
-    assert list(settings.drafts) == ["distillspec", "adaspec"]
-    assert settings.drafts["adaspec"].k == 0.2
-    logger = Mock()
-    log_report(logger, FULL, Path())
-    assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]

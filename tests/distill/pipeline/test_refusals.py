@@ -17,7 +17,7 @@ from distill import train
 from distill.checks import check_inputs
 from distill.config import DraftSettings
 from distill.config.models import StudentSettings
-from distill.pipeline import prepare_settings, run_pipeline
+from distill.pipeline import run_pipeline, with_formats
 from distill.run import Run
 
 Usage = namedtuple("Usage", "total used free")
@@ -128,7 +128,7 @@ def test_auto_is_bfloat16_where_that_is_fast(tmp_path, monkeypatch, can: bool) -
     for module in ("pipeline", "checks"):
         monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
     settings = altered(tiny_settings(tmp_path), trainer__precision="auto", target__dtype="auto")
-    prepare_settings(run := Run(settings))
+    run = Run(with_formats(settings))
     prepared = run.settings
     wanted = ("bf16-mixed", "bfloat16") if can else ("32-true", "float32")
     assert (prepared.trainer.precision, prepared.target.dtype) == wanted

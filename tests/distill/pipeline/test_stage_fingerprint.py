@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
@@ -12,10 +11,8 @@ from typing import Any
 import pytest
 from tiny_run import STAGES, altered, tiny_settings
 
-from decode.files import read_json
-from distill import files, pipeline
+from distill import files
 from distill.fingerprints import READ, UNREAD, measurement_fingerprint, stage_fingerprints
-from distill.run import Run
 
 DISTILLED = STAGES[2:]
 
@@ -161,24 +158,3 @@ def test_a_data_file_is_known_by_its_content(tmp_path, monkeypatch, large: bool)
         assert all(key != before[stage] for stage, key in keys.items())
         before = keys
     assert measurement_fingerprint(settings) != measured
-
-
-def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path, monkeypatch) -> None:
-    usage, settings = namedtuple("usage", "free"), tiny_settings(tmp_path)
-    settings.teacher.signal, settings.teacher.signal_k = "auto", 2
-    kinds = {}
-    for name, free in {"much": 10**9, "little": 10**5, "none": 0}.items():
-        settings.name = name
-        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: usage(free))
-        pipeline.prepare_settings(run := Run(settings))
-        prepared = run.settings
-        kinds[name] = prepared.teacher.signal, stage_fingerprints(prepared)["distillspec"]
-    assert [kind for kind, _ in kinds.values()] == ["hidden", "topk", "online"]
-    assert len({key for _, key in kinds.values()}) == 3
-    assert settings.teacher.signal == "auto"
-    settings.name = "much"  # a rerun resolves alike, whatever room is left
-    pipeline.prepare_settings(run := Run(settings))
-    assert run.settings.teacher.signal == read_json(run.work / "signal.json")["signal"] == "hidden"
-    settings.target.dtype = "bfloat16"  # in which states take half the room
-    pipeline.prepare_settings(run := Run(settings))
-    assert run.settings.teacher.signal == "online"
