@@ -10,8 +10,8 @@ from torch.optim import AdamW
 MOMENTUM, ITERATIONS = 0.95, 5
 QUINTIC = 3.4445, -4.7750, 2.0315
 """Coefficients of x, x³ and x⁵, which bring singular values between 0.7 and 1.2 in five iterations."""
-SCALE = 0.2
-"""Root mean square of a step's elements at a learning rate of 1, that of AdamW's steps: both take one rate."""
+SCALE = 0.8
+"""Root mean square of a step's elements at a learning rate of 1: heads learned more with it than with 0.2."""
 
 
 class Muon(AdamW):
