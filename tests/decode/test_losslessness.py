@@ -254,10 +254,10 @@ def test_draft_models_of_some_tokens_are_lossless(family: str, warp: str, double
     runner = open_draft_runner(draft, target)
     assert next_logits(runner, [0, 5]).shape == (3,)
     experiment = Experiment(fast_runner(target), WARPS[warp], [3, 1, 4, 1], 3)
-    system = Method("some", ModelDrafter(runner, WARPS[warp], 6), StopRule(3))
-    with torch.inference_mode():
-        assert experiment.bias(system) < TOLERANCE
-    assert {token for trace in experiment.traces for round in trace for token in round.draft.ids} <= {*some}
+    for drafter in (ModelDrafter(runner, WARPS[warp], 6), ParallelDrafter(runner, WARPS[warp], 6, 5)):
+        with torch.inference_mode():
+            assert experiment.bias(Method("some", drafter, StopRule(3))) < TOLERANCE
+        assert {token for trace in experiment.traces for round in trace for token in round.draft.ids} <= {*some}
 
 
 @pytest.mark.parametrize("stop_ids", [(0,), (1, 2)])

@@ -55,7 +55,10 @@ Usage = namedtuple("Usage", "total used free")
         ({"target__architecture__heads": 5}, r"llama' cannot be built.* multiple of the number of attention heads"),
         ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
         ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and a dflash head scores"),
-        ({"student__kind": "eagle3", "student__norms": True, "export__gguf": ["f32"]}, r"student.norms is True, and llama.cpp"),
+        (
+            {"student__kind": "eagle3", "student__norms": True, "export__gguf": ["f32"]},
+            r"student.norms is True, and llama.cpp",
+        ),
         ({"student__kind": "dflash", "student__block__size": 1}, r"student.block.size is 1, which leaves no token"),
         (
             {
