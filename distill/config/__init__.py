@@ -37,7 +37,7 @@ class DraftSettings:
     on_policy: ClosedUnitInterval = 0.0
     """Share of training examples whose response the draft writes, rewritten every refresh_every steps (DistillSpec)."""
     accepted_only: bool = False
-    """Of several steps (unroll) or slots, train only those before which all would be accepted (blocks: Spec-AUF)."""
+    """With two steps (unroll) or more: a further step is trained only after tokens that would be accepted."""
     seeds: list[Seed] = field(default_factory=list)
     """Seeds of the order of examples; none: the run's seed. With several, the draft NAME is trained once with each, as
     NAME-seed1 and so on, and once more with the run's seed where it is a reference."""
@@ -258,8 +258,8 @@ class Settings:
              "evaluation"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             *student.draft.rules(self),
-            (accepted and student.steps == 1, "student.kind", "and accepted_only needs two drafting steps (unroll) or "
-             "more, or a block head"),
+            (accepted and (student.steps == 1 or "unroll" not in student.draft.settings), "student.kind", "and "
+             "accepted_only needs two drafting steps (unroll) or more, and no block head"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
             (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "

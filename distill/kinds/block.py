@@ -1,7 +1,6 @@
 """Block heads in training: the drafted tokens of many blocks of each text, all at once."""
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,9 +37,8 @@ class BlockDraft(Draft):
     """A block head: a row for each slot of blocks that begin at some label tokens.
 
     A block ends before the first token that is no label. The last token that was drafted is the text's own. The loss is
-    a mean with the weights exp(−i/γ) of the slots; with ``accepted_only`` γ is infinite. A selector is trained beside
-    the divergence, which is that of the head without it, by a loss of its choice among the candidates; validation
-    measures what is drafted with it.
+    a mean with the weights exp(−i/γ) of the slots. A selector is trained beside the divergence, which is that of the
+    head without it, by a loss of its choice among the candidates; validation measures what is drafted with it.
 
     Attributes:
         anchors: Blocks of a text, drawn anew at each step, in validation spread evenly.
@@ -49,11 +47,10 @@ class BlockDraft(Draft):
 
     model: BlockHead
 
-    def __init__(self, model: BlockHead, anchors: int, *, accepted_only: bool = False) -> None:
+    def __init__(self, model: BlockHead, anchors: int) -> None:
         super().__init__(model, model.drafts, model.drafts)
         self.anchors = anchors
-        self.gamma = math.inf if accepted_only else gamma(self.depth)
-        self.weights = np.exp(-np.arange(self.depth) / self.gamma)
+        self.weights = np.exp(-np.arange(self.depth) / gamma(self.depth))
 
     @override
     def index(self, batch: Batch, chance: Chance | None) -> Batch:
@@ -134,7 +131,7 @@ class BlockDraft(Draft):
             second = head.markov_head.markov_w2.weight
             output = LMHead.of(output.linear, output.scale, output.cap, second, head.candidates)
         beside = {"confidence": confidence, "blocks": (kept // drafts, anchors.numel(), drafts)}
-        weight = torch.exp(-step / self.gamma)
+        weight = torch.exp(-step / gamma(drafts))
         rows = head_rows(hidden, output, target, batch, batch["mass"], batch["at"], step, weight, **beside)
         if head.candidates and torch.is_grad_enabled() and not selected:
             assert rows.weight is not None
@@ -321,7 +318,7 @@ class Block(Kind):
 
     @override
     def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> BlockDraft:
-        return BlockDraft(model, student.block.anchors, accepted_only=accepted_only)
+        return BlockDraft(model, student.block.anchors)
 
     @override
     def facts(self, model: BlockHead) -> Values:

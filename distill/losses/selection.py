@@ -63,17 +63,12 @@ def by_reach(delta: Tensor, alpha: Tensor, rows: Rows) -> Tensor:
 def accepted_rows(rows: Rows, place: Tensor, positions: int, divergence: Divergence) -> Tensor:
     """Returns 1 for each row before which every token of the same draft is accepted, drawn from its α, else 0.
 
-    Of a block these are the slots up to and with its first failure (Spec-AUF, 2607.01893).
-
     Args:
-        rows: Of a head with several drafting steps, or of blocks.
+        rows: Of a head with several drafting steps.
         place: Where each label token lies among all positions of the batch, ``[label tokens]``.
         positions: How many these are.
         divergence: Of which `compare` measures the rows.
     """
-    if rows.blocks is not None:
-        alpha = compare(rows, divergence).alpha
-        return reach((torch.rand_like(alpha) < alpha).to(alpha.dtype), rows)
     start, first, groups = place[rows.at] - rows.step, 0, rows.groups or [len(rows)]
     alive, parts = torch.ones(positions, device=place.device), []
     for number, count in enumerate(groups, 1):

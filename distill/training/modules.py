@@ -338,9 +338,7 @@ class DistillModule(TrainingModule):
         elif self.settings.accepted_only:
             alive = accepted_rows(rows, batch[PLACES], batch["labels"].numel(), self.divergence)
             rows.weight = alive if rows.weight is None else alive * rows.weight
-            rows.distance = None if rows.distance is None else alive * rows.distance
-            if alive.is_cpu and rows.confidence is None:  # elsewhere the host would wait; confidences learn from all
-                chosen = places(alive)
+            chosen = places(alive) if alive.is_cpu else None  # elsewhere the host would wait
         metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
         total, measured = chunked_loss(rows, divergence, chosen, metrics=metrics, compiled=compiled)
         loss = total / (mass or 1.0)

@@ -37,7 +37,7 @@ STUDENTS = {
 
 
 def settings_of(kind: str, folder: Path) -> Settings:
-    """EAGLE-3 with a top-k signal, mixed precision and micro-batches, and Muon; accepted tokens alone."""
+    """EAGLE-3 with a top-k signal, mixed precision and micro-batches, Muon, and accepted tokens alone."""
     settings = tiny_settings(folder, student=STUDENTS[kind])
     settings.target.architecture.layers = 4
     settings.target.training.lr, settings.training.lr = 1e-2, 5e-4  # a target that says something
@@ -48,7 +48,7 @@ def settings_of(kind: str, folder: Path) -> Settings:
         settings.teacher.signal, settings.teacher.signal_k = "topk", 16
         settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
         settings.training.optimizer = "muon"
-    settings.drafts["accepted"] = DraftSettings(accepted_only=True)
+        settings.drafts["accepted"] = DraftSettings(accepted_only=True)
     return settings
 
 
