@@ -59,7 +59,8 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                     shutil.copytree(works[0] / part, aside)
         report = read_json(run_pipeline(each, console).folder / "report.json")
         lines |= {f"{kind}{name}": (report, seeded) for name, seeded in names.items()}
-        write_table(folder / "ablation.md", table(lines, full.student.block.size - 1 if kinds else None), console)
+        rows = table(lines, full.student.block.size - 1 if kinds else None)
+        write_table(folder / "ablation.md", rows, doubled(settings, rows), console)
     return folder
 
 
@@ -67,6 +68,8 @@ def _of_kind(settings: AblateSettings, kind: str) -> AblateSettings:
     """Returns the settings with another kind of student, in a folder of its own; all blocks draft as many tokens."""
     student = replace(settings.student, kind=kind, block=replace(settings.student.block))
     student.draft.alike(student)
+    if not student.draft.head and settings.student.draft.head:
+        student.unroll = None  # a head's; a language model's would make it another kind of draft (PARD)
     changed = replace(settings, student=student, output_dir=str(Path(settings.output_dir) / settings.name), name=kind)
     changed.validate()
     return changed
@@ -117,31 +120,36 @@ def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
     return {name: by_seed.mean(), f"{name}_se": np.hypot(of_seeds, of_texts), f"{name}_by_seed": by_seed}
 
 
-def doubled(rows: Sequence[Row]) -> str:
-    """What twice the tokens would give, by a line through the accepted lengths over the logarithm of the tokens.
+def doubled(settings: AblateSettings, rows: Sequence[Row]) -> str:
+    """What twice the texts would give, by a line through the accepted lengths over the logarithm of the tokens.
 
-    Empty unless each row has a number of tokens of its own, and there are four, without which its slope has no error.
+    Empty unless the drafts differ in ``training.examples`` alone, with as many passes, and there are four numbers of
+    tokens, without which the slope has no error.
     """
+    drafts = settings.drafts.values()
+    passes = [replace(draft.training_of(settings.training), examples=None) for draft in drafts]
+    others = [replace(draft, training={}, seeds=[]) for draft in drafts]
+    if passes[0].epochs is None or any(each != first for first, *more in (passes, others) for each in more):
+        return ""
     tokens, lengths = (
         np.array([row[key] for row in rows], float) for key in ("teacher_tokens", "greedy_accepted_length")
     )
-    if len({*tokens}) < max(4, len(tokens)):
+    if len(settings.ablation.kinds) > 1 or len({*tokens}) < max(4, len(tokens)):
         return ""
     (slope, start), spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
     return (
-        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the tokens "
+        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the texts "
         f"would give {slope * (x.max() + 1) + start:.2f}, {slope:+.3f} ± {spread[0, 0] ** 0.5:.3f}.\n\n"
     )
 
 
-def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
-    """Writes the table in Markdown with the definitions of its columns, as CSV and JSON, and prints it."""
+def write_table(path: Path, rows: Sequence[Row], more: str, console: Console) -> None:
+    """Writes the table in Markdown with ``more`` and the definitions of its columns, as CSV and JSON, and prints it."""
     formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in TABLE if COLUMNS[key].formula}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     content = {"created": created, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
     write_json(path.with_suffix(".json"), content)
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
-    more = doubled(rows)
     write_text(path, f"{markdown(TABLE, rows)}\n\n{more}{legend}\n")
     write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
     console.print(console_table("", TABLE, rows))

@@ -48,7 +48,7 @@ class Vllm(EngineKind):
         command = [str(engine.program), *(option.format_map(values) for option in OPTIONS.split())]
         if draft_length:
             drafting = {"method": engine.method, "model": engine.draft, "num_speculative_tokens": draft_length}
-            if "pard_token" in read_json(Path(engine.draft) / "config.json"):
+            if read_json(Path(engine.draft) / "config.json").get("pard_token") is not None:
                 drafting["parallel_drafting"] = True
             command += ["--speculative-config", json.dumps(drafting)]
         environment = {

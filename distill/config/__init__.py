@@ -115,7 +115,8 @@ class TrainerSettings:
     strategy: str = "auto"
     """auto; ddp: a model on every device; fsdp: weights and optimiser states spread; or a name of Lightning."""
     accumulate: PositiveInt = 1
-    """Micro-batches per optimiser step, in less memory, with the same result but that AdaSPEC selects within each."""
+    """Micro-batches per optimiser step, in less memory, with the same result but that AdaSPEC selects, and
+    accepted_only draws, within each."""
     attention: Attention = "auto"
     """Attention by transformers' name. auto: sdpa where the model has it. flash_attention_2 needs bf16 on a GPU."""
     precision: Precision = "32-true"

@@ -111,8 +111,14 @@ class LanguageModel(Kind):
 
     @override
     def rules(self, settings: Any) -> Rules:
-        other = settings.student.steps > 1 and settings.trainer.attention not in ("auto", "sdpa", "eager")
-        return [(other, "trainer.attention", "which reads no masked slots: set it to sdpa, or student.unroll to null")]
+        student, gguf = settings.student, bool(settings.export.gguf)
+        other = student.steps > 1 and settings.trainer.attention not in ("auto", "sdpa", "eager")
+        told = "and llama.cpp, for which export.gguf asks, does not run such drafts: set it to null"
+        return [
+            (other, "trainer.attention", "which reads no masked slots: set it to sdpa, or student.unroll to null"),
+            (gguf and student.steps > 1, "student.unroll", told),
+            (gguf and student.draft_vocab, "student.draft_vocab", told),
+        ]
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:

@@ -327,13 +327,15 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     if isinstance(model, PreTrainedModel):
         tables.append(model.get_output_embeddings().weight)
     undecayed, outputs = {id(table) for table in tables}, ("lm_head.weight", "markov_w2.weight")
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    decay = settings.weight_decay
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(decay, False): [], (0.0, False): []}
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             matrix = weight.ndim > 1 and id(weight) not in undecayed
             muon = settings.optimizer == "muon" and matrix and weight.ndim == 2 and not name.endswith(outputs)
-            groups.setdefault((settings.weight_decay if matrix else 0.0, muon), []).append(weight)
-    given: list[Values] = [{"params": weights, "weight_decay": decay} for (decay, _), weights in groups.items()]
+            groups.setdefault((decay if matrix else 0.0, muon), []).append(weight)
+    groups = {key: weights for key, weights in groups.items() if weights}
+    given: list[Values] = [{"params": weights, "weight_decay": rate} for (rate, _), weights in groups.items()]
     if settings.optimizer in ("adamw", "muon"):
         kind, fused = AdamW if settings.optimizer == "adamw" else Muon, None if precision in AUTOCAST else True
         for group, (_, muon) in zip(given, groups):

@@ -83,7 +83,9 @@ def evaluate(run: Run) -> Row:
     session = Session(target, models, run.tokenizer, options)
     texts: dict[str, list[Text]] = {}
     alphas: dict[str, ByDraft] = {}
-    depth = settings.student.steps if mask_of(models[best]) is not None else DEPTH
+    student, depth = settings.student, DEPTH
+    if mask_of(models[best]) is not None:  # deeper slots are worse, so that those that are replayed are measured
+        depth = max(DEPTH, student.steps, student.block.size - 1)
     decoding: list[Row] = []
     if followed := described(target, own_warp(target, 1.0, {})):
         run.console.print(followed, soft_wrap=True)
@@ -109,7 +111,7 @@ def evaluate(run: Run) -> Row:
         "paired": _pairs(run, best, alphas),
         "decoding": decoding,
         "profile": {"draft": best},
-        "texts": {mode: _texts(by_draft, settings.student) for mode, by_draft in alphas.items()},
+        "texts": {mode: _texts(by_draft, student) for mode, by_draft in alphas.items()},
         "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
         "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
     }

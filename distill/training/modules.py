@@ -338,7 +338,8 @@ class DistillModule(TrainingModule):
         elif self.settings.accepted_only:
             alive = accepted_rows(rows, batch[PLACES], batch["labels"].numel(), self.divergence)
             rows.weight = alive if rows.weight is None else alive * rows.weight
-            chosen = places(alive) if alive.is_cpu else None  # elsewhere the host would wait
+            if alive.is_cpu and not self.logs_this_step:  # elsewhere the host would wait; what is logged is of all rows
+                chosen = places(alive)
         metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
         total, measured = chunked_loss(rows, divergence, chosen, metrics=metrics, compiled=compiled)
         loss = total / (mass or 1.0)

@@ -58,8 +58,13 @@ def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts()
 
 def test_what_twice_the_tokens_would_give_is_told_of_a_curve_alone() -> None:
     rows = [{"teacher_tokens": 100 * 2**i, "greedy_accepted_length": 1 + 0.25 * i} for i in range(4)]
-    assert "twice the tokens would give 2.00, +0.250 ± 0.000" in doubled(rows)
-    assert doubled(rows[:3]) == doubled([*rows, rows[0]]) == ""
+    drafts = {f"{n}": DraftSettings(training={"epochs": 2, "examples": n}) for n in (8, 16, 32, 64)}
+    curve = AblateSettings(drafts=drafts)
+    assert "twice the texts would give 2.00, +0.250 ± 0.000" in doubled(curve, rows)
+    assert doubled(curve, rows[:3]) == doubled(curve, [*rows, rows[0]]) == ""
+    for other in (DraftSettings(training={"epochs": 3}), DraftSettings("8", training={"epochs": 2})):
+        assert doubled(AblateSettings(drafts=drafts | {"128": other}), rows) == ""
+    assert doubled(AblateSettings(drafts={n: DraftSettings(training={"steps": 9}) for n in drafts}), rows) == ""
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:
