@@ -141,7 +141,7 @@ def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> N
     entry, plain, guarded = plan(["cost-optimal", "vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
     lengths = EntryRun(session, entry).methods[0].lengths
     lengths.limit(1)
-    assert lengths.token_cost == pytest.approx(0.35)
+    assert lengths.step_costs == pytest.approx([0, 0.35])
     assert EntryRun(session, plain).methods[0].lengths is None
     assert EntryRun(session, guarded).methods[0].lengths.costs is rounds
 

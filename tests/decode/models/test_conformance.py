@@ -171,7 +171,7 @@ def test_a_tree_mask_without_the_window_is_noticed(
     made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
     def windowless(**given):
-        if huggingface._TREE.get() is not None:
+        if huggingface._SEEN.get() is not None:
             given["mask_function"] = lambda batch, head, q, kv: kv <= q
         return made(**given)
 
