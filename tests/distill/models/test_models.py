@@ -80,6 +80,7 @@ def test_muon_moves_the_matrices_inside_the_layers_by_orthogonal_steps() -> None
         if inside:
             values = torch.linalg.svdvals(step / (0.01 * 0.8 * max(weight.shape) ** 0.5))
             assert 0.5 < values.min() <= values.max() < 1.4, name
+            assert (step * weight.grad).sum() > 0, name
         else:
             torch.testing.assert_close(step.abs(), torch.full_like(step, 0.01), rtol=1e-3, atol=1e-6)  # AdamW's first
 
