@@ -103,7 +103,7 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report below its opening; parts that were not measured are left out."""
     drafts, best = draft_rows(report), exported(report)
-    text = "Offline α is measured on texts of the target for held-out prompts, speed at the fastest draft length k."
+    text = "Offline α is measured on texts of the target for held-out prompts, speed at the fastest draft length n."
     tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Account of the training", True)]
     for draft in drafts:
         served = served_rates(run_dir) if draft["name"] == best else {}
