@@ -127,8 +127,8 @@ def replay(
     deeper tokens. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
 
     Returns:
-        The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
-        `draft_length` only where the text ends).
+        The expected number of rounds, and the expected number of rounds by the number of drafted tokens (fewer
+        than `draft_length` only where the text ends).
     """
     n, rows, lengths = len(accept), [accept, *deeper], defaultdict[int, float](float)
     reach = [1.0] + [0.0] * n  # probability that a round starts at this position
