@@ -33,7 +33,7 @@ def median_interval(values: Iterable[float]) -> tuple[float, Interval]:
 
 
 def equal_weights(weights: np.ndarray) -> Any:
-    """(Σw)² / Σw²: the number of observations of equal weight whose mean varies as much as that of these, which weigh w.
+    """(Σw)² / Σw²: the number of equal observations whose mean varies as much as that of these, which weigh w.
 
     Of ``[observations, columns]`` a number for each column.
     """
