@@ -1,7 +1,7 @@
 """Every method by name: which drafter, which stop rule, which acceptance rule.
 
-Any drafter × stop rule × acceptance rule combines: ``build("vanilla", inputs, rule="ears")`` or ``--method vanilla
---rule ears``.
+Any drafter × stop rule × acceptance rule combines: ``--method vanilla --rule ears``, and
+``--methods vanilla:rule=ears,vanilla:rule=fuzzy`` compares them.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import DraftHead
 from decode.models.parallel import mask_of
-from decode.options import MethodOptions
+from decode.options import MethodOptions, split_spec
 
 METHODS: dict[str, tuple[str, str, str]] = {
     # name               drafter                stop rule           acceptance rule
@@ -247,6 +247,8 @@ BASELINES: dict[str, tuple[Kind, int | None]] = {
     "generate-prompt-lookup": (Kind(), 10),
 }
 """Transformers' own generation, which benchmarks compare with, with the draft lengths where none is given."""
+UNJUDGED = {"autoregressive", *BASELINES}
+"""Methods whose texts no rule of this decoder judges."""
 
 
 def kind_of(method: str) -> Kind:
@@ -322,11 +324,25 @@ RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
 
 
 def is_lossless(method: str, rule: str | None = None) -> bool:
-    """Whether the method's output is distributed as the target's."""
-    return RULES[rule or METHODS[method][2]](MethodOptions(), False).exact
+    """Whether the method's output is distributed as the target's, as that of transformers' own generation is."""
+    return method in BASELINES or RULES[rule or METHODS[method][2]](MethodOptions(), False).exact
 
 
-def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | None = None) -> str:
+def with_options(spec: str, options: MethodOptions) -> tuple[str, MethodOptions]:
+    """A method of a benchmark (see `split_spec`), and its own options in place of those of all methods.
+
+    What has no drafts of this decoder does without the rules of all.
+
+    Raises:
+        UserError: an unknown option, or a value that it does not take.
+    """
+    method, changes = split_spec(spec)
+    if method in UNJUDGED:
+        options = replace(options, stop_rule=None, rule=None)
+    return method, replace(options, **changes)
+
+
+def refusal(method: str, parts: Parts) -> str:
     """Why a method cannot be run with these parts, and what to do; empty where it can.
 
     The only place that refuses a combination: it is asked before anything is loaded, where a benchmark chooses its
@@ -346,11 +362,11 @@ def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | N
     if kind.store and not parts.datastore:
         build_one = "build one with python -m decode datastore build"
         return f"{method} drafts from a datastore folder; {build_one} and give it with --datastore DIR"
+    if (rule := options.stop_rule or options.rule) and method in UNJUDGED:
+        return f"{rule} is a rule for drafts of this decoder, and {method} drafts none; give --draft D, or leave it out"
     if method in BASELINES:
         return ""
-    if (stop or rule) and kind is DRAFTERS["none"]:
-        return f"{stop or rule} is a rule for drafts, and {method} drafts none; give --draft D, or leave it out"
-    stop, rule = stop or own_stop, rule or own_rule
+    stop, rule = options.stop_rule or own_stop, options.rule or own_rule
     choose("stop rule", stop, STOPS | PROBE_STOPS)
     acceptance = choose("acceptance rule", rule, RULES)(options, True)
     if stop in PROBES and options.probes is None:
@@ -374,7 +390,7 @@ def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | N
     return ""
 
 
-def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> Method:
+def build(method: str, inputs: MethodInputs) -> Method:
     """Build a method.
 
     Options of self-speculation and probes that are null take the values that were fastest when the probes were trained.
@@ -382,16 +398,14 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     Args:
         method: a name of `METHODS`.
         inputs: models, sampling settings, corpus files and options.
-        stop: another stop rule of `STOPS` in place of the method's own.
-        rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
         UserError: there is a `refusal`, or a file that the method needs cannot be read.
     """
-    if why := refusal(method, inputs.parts, stop=stop, rule=rule):
+    if why := refusal(method, inputs.parts):
         raise UserError(why)
     (drafter, own_stop, own_rule), options = METHODS[method], inputs.options
-    kind, stop = DRAFTERS[drafter], stop or own_stop
+    kind, stop = DRAFTERS[drafter], options.stop_rule or own_stop
     if options.probes is not None and kind.itself:
         advice = advised(options.probes, method, greedy=inputs.warp.greedy)
         if options.exit_layer in (None, advice.get("exit_layer")):  # thresholds belong to their layer
@@ -402,5 +416,5 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     if kind.priced and (options.never_slower or weighed):
         lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=weighed)
     assert kind.make is not None
-    acceptance = RULES[rule or own_rule](options, inputs.warp.greedy)
+    acceptance = RULES[options.rule or own_rule](options, inputs.warp.greedy)
     return Method(method, kind.make(inputs), stop_rule, acceptance, lengths)

@@ -20,10 +20,10 @@ from decode.commands.stores import read_corpus, write_stores
 from decode.drafters.corpus import join_documents
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
-from decode.measure.benchmark import BASELINE, BenchEntry, Benchmark, plan
+from decode.measure.benchmark import BenchEntry, Benchmark, plan
 from decode.measure.report import answers, console_tables, write_report
 from decode.measure.session import Session
-from decode.methods import BASELINES, METHODS, Parts, kind_of, refusal
+from decode.methods import BASELINES, METHODS, Parts, kind_of, refusal, with_options
 from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
 from decode.options import split_spec
 from decode.progress import output_console, working
@@ -54,9 +54,8 @@ def chosen_methods(settings: BenchSettings, drafts: Sequence[Parts]) -> list[str
     """
 
     def refused(spec: str) -> str:
-        method, changes = split_spec(spec)
-        rules = {} if method == BASELINE else {"stop": settings.stop_rule, "rule": settings.rule}
-        reasons = [refusal(method, replace(p, options=replace(p.options, **changes)), **rules) for p in drafts]
+        method, options = with_options(spec, settings)
+        reasons = [refusal(method, replace(parts, options=options)) for parts in drafts]
         return "" if "" in reasons else reasons[0]
 
     required(settings, "target")
@@ -86,7 +85,7 @@ def open_session(
     session = Session(pair.target, drafts, pair.tokenizer, options)
     entries = plan(
         methods, drafts, settings.temperatures, draft_lengths=settings.draft_lengths, options=settings,
-        stop=settings.stop_rule, rule=settings.rule, target=session.runner, needed=settings.methods,
+        target=session.runner, needed=settings.methods,
     )  # fmt: skip
     check_lengths("draft_length", [entry.options.draft_length for entry in entries], session.model)
     return session, entries

@@ -157,7 +157,7 @@ def chosen_method(settings: GenerateSettings, pair: Pair | None = None) -> str:
     if pair is not None:
         parts = Parts.of_draft(pair.draft, parts.options, datastore=parts.datastore)
     method = settings.method or ("vanilla" if parts.draft else "autoregressive")
-    if why := refusal(method, parts, stop=settings.stop_rule, rule=settings.rule):
+    if why := refusal(method, parts):
         raise UserError(why)
     if method in BASELINES:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
@@ -189,7 +189,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         if options.draft_length is None and stop == "length":
             options.draft_length = exported_length(pair.draft)
     inputs = MethodInputs(pair.runner, warp, draft, tokenizer, settings.datastore, options, costs)
-    system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
+    system = build(method, inputs)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     ends = [] if settings.ignore_eos else stop_ids(pair.target, tokenizer)
     strings = StopStrings(tokenizer, settings.stop) if settings.stop else None

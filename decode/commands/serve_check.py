@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,13 +28,15 @@ from decode.engines.check import (
     serving_facts,
     within,
 )
-from decode.engines.server import ENGINES, Engine, check_engine, opened, write_all
+from decode.engines.load import COLUMNS, paying_load, under_load
+from decode.engines.server import ENGINES, Engine, check_engine, opened
 from decode.errors import UserError, choose
-from decode.files import Fields, read_json, scratch_folder, write_json
+from decode.files import Fields, read_json, scratch_folder, write_json, write_text
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain
+from decode.measure.suites import by_category
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_format, unserved
 from decode.models.heads.kinds import HEADS
@@ -41,10 +44,9 @@ from decode.models.open import DraftModel
 from decode.progress import current, output_console, working
 
 SERVED = (
-    "engine", "temperature", "draft_length", "served_length", "predicted_length", "speedup", "identical_share",
-    "texts",
+    "engine", "temperature", "draft_length", "category", "served_length", "predicted_length", "speedup",
+    "identical_share", "texts",
 )  # fmt: skip
-POSITIONS = (*SERVED[:3], "position", "predicted", "served")  # columns of the two tables, the second one by position
 FORMULA = "accepted length: 1 + Σ accepted / Σ rounds, one request at a time, as the engine counts it and as predicted"
 
 
@@ -84,7 +86,7 @@ def run(settings: ServeCheckSettings) -> None:
             settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model",
             max(len(item.ids) for item in items) + settings.max_new_tokens + options.beyond,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
-            settings.program, settings.url, settings.threads, settings.timeout,
+            settings.program, settings.url, settings.threads, max([1, *settings.concurrency]), settings.timeout,
         )  # fmt: skip
         profile = read_json(draft / "speculation_profile.json")
         facts = serving_facts(pair.target, target, pair.tokenizer, chat=chat) if "trained_with" in profile else None
@@ -93,13 +95,17 @@ def run(settings: ServeCheckSettings) -> None:
         if settings.url is None:
             work.update(name="preparing the models")
             numbers = ENGINES[engine.name].prepare(engine, draft, scratch, settings.gguf_type, head=head is not None)
-        rows, causes = serve_check(engine, session, items, settings, causes, numbers)
-    result = plain({"engine": engine.name, "rows": rows, "causes": [vars(cause) for cause in causes]})
+        rows, load, causes = serve_check(engine, session, items, settings, causes, numbers)
+    result = plain({"engine": engine.name, "rows": rows, "load": load, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
+    result["pays"] = f"Under load, {engine.name}: {paying_load(result['load'])}" if load else ""
     if profile:  # in place of the engine's earlier check
         earlier = [other for other in profile.get("served") or [] if other.get("engine") != engine.name]
         write_json(draft / "speculation_profile.json", profile | {"served": [*earlier, result]})
-    print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
+        if load and (card := draft / "README.md").is_file():
+            text = re.sub(rf"\n+Under load, {engine.name}: .*", "", card.read_text(encoding="utf-8"))
+            write_text(card, f"{text.rstrip()}\n\n{result['pays']}\n")
+    print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result, causes)
     if any(cause.name == UNEXPLAINED for cause in causes):
         raise SystemExit(1)
 
@@ -121,15 +127,16 @@ def serve_check(
     settings: ServeCheckSettings,
     causes: Sequence[Cause],
     numbers: str,
-) -> tuple[list[Fields], list[Cause]]:
+) -> tuple[list[Fields], list[Fields], list[Cause]]:
     """Run prompts through an engine that is started for every draft length, and predict the acceptance.
 
     `causes` of differences were found before; the engine computes in the format `numbers`.
 
     Returns:
-        A row for each temperature and draft length, and all causes of differences. A row's ``equal_texts`` have the
-        counts that follow from their own tokens, at every position of the draft; with ``other_texts`` the tokens are
-        the target's most probable ones more or less often than without the draft.
+        A row for each temperature and draft length, a row for each number of requests at a time besides (see
+        `under_load`), and all causes of differences. A row's ``equal_texts`` have the counts that follow from their own
+        tokens, at every position of the draft; with ``other_texts`` the tokens are the target's most probable ones more
+        or less often than without the draft.
 
     Raises:
         UserError: the engine does not start, or does not answer.
@@ -149,10 +156,19 @@ def serve_check(
             if not (session.options.chat or other_ids):  # a chat's text is in no template there
                 differences = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
                 other_ids.extend(filter(None, differences))
-            how = {"seed": settings.seed, "max_new_tokens": budget, "stop_ids": ends}
-            return write_all(server, prompts, settings.temperatures, **how)
+            texts = dict[float, list[ServedText]]()
+            for t in settings.temperatures:
+                how = {"temperature": t, "max_new_tokens": budget, "stop_ids": ends}
+                server.write(prompts[0], seed=0, **how | {"max_new_tokens": 8})  # compiles kernels, fills caches
+                texts[t] = [server.write(ids, seed=number, **how) for number, ids in enumerate(prompts, settings.seed)]
+                for n in settings.concurrency:
+                    row, together = under_load(server, prompts, n, undrafted.get((t, n)), seed=settings.seed, **how)
+                    load.append({"temperature": t, "draft_length": length, **row})
+                    if length is None:
+                        undrafted[t, n] = together
+            return texts
 
-    prompts = [item.ids for item in items]
+    prompts, load, undrafted = [item.ids for item in items], list[Fields](), dict[tuple[float, int], list[ServedText]]()
     if settings.url is None:
         alone = written(None)
     else:  # the server has the draft: texts by transformers' weights here, whose speed says nothing
@@ -171,14 +187,20 @@ def serve_check(
             for at, text in zip(accepted, texts)
         ]
 
-    agreement = None
+    agreement, categories = None, by_category(item.prompt for item in items)
     for length in settings.draft_lengths:
         for t, texts in written(length).items():
             current().update(name="predicting acceptance from the texts")
             accepted, share = proposed(alone[t], length)
             agreement = share if t == 0 else agreement
             row = {"engine": engine.name, "temperature": t, "draft_length": length, "other_texts": False}
-            row |= compared(texts, alone[t], counts(accepted, alone[t], length, None), length)
+            unlike = {"identical_share": None} if t else {}  # sampled texts differ
+            parts = texts, alone[t], counts(accepted, alone[t], length, None)
+            row |= compared(*parts, length)
+            row["categories"] = [
+                {"category": category, **compared(*([part[i] for i in places] for part in parts), length), **unlike}
+                for category, places in categories.items()
+            ]
             if row["identical_share"] < 1:
                 accepted, ours = proposed(texts, length)
                 tokens = sum(1 / max(1, sum(len(text.ids) for text in each)) for each in (texts, alone[t]))
@@ -195,9 +217,9 @@ def serve_check(
                 if not within(text.drafts, low, high)
             ]
             row |= {"equal_texts": len(texts) - len(apart), "unequal": next(iter(apart), None)}
-            rows.append(row if t == 0 else row | {"identical_share": None})
+            rows.append(row | unlike)
     causes = [*causes, *causes_in_numbers(next(iter(other_ids), None), agreement)]
-    return rows, causes + causes_in_counts(rows, numbers=numbers, explained=bool(causes))
+    return rows, load, causes + causes_in_counts(rows, numbers=numbers, explained=bool(causes))
 
 
 def compared(
@@ -224,12 +246,13 @@ def compared(
     }
 
 
-def show(rows: Sequence[Fields], causes: Sequence[Cause]) -> None:
+def show(result: Fields, causes: Sequence[Cause]) -> None:
     """Print the tables and the causes."""
-    console = output_console(highlight=False)
-    by_position = [{key: row[key] for key in SERVED[:3]} | dict(at) for row in rows for at in row["positions"]]
-    console.print(console_table("", SERVED, rows), f"[dim]{FORMULA}", "")
-    console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position))
+    console, rows, load = output_console(highlight=False), result["rows"], result["load"]
+    parts = [row | part for row in rows for part in ({}, *row["categories"])]
+    console.print(console_table("", SERVED, parts), f"[dim]{FORMULA}", "")
+    if load:
+        console.print(console_table("Requests at a time", COLUMNS, load), result["pays"], "")
     for row in rows:
         line = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
         console.print(f"\n{line} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")

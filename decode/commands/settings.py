@@ -48,13 +48,8 @@ class PairSettings(LoadSettings):
 
 @dataclass
 class MethodSettings(MethodOptions):
-    """Stop rule, acceptance rule, and stores of retrieval drafters."""
+    """Options of methods, and stores of retrieval drafters."""
 
-    stop_rule: str | None = None
-    """Another stop rule than the method's own; `python -m decode methods` lists them."""
-    rule: str | None = None
-    """Another acceptance rule than the method's own; `python -m decode methods` lists them. All but exact and
-    block-verification are relaxed: the output is no longer distributed as the target's, and drafts may not be trees."""
     datastore: str | None = None
     """Folder made by `python -m decode datastore build`, for rest and adaptix."""
 
@@ -103,9 +98,9 @@ class SuiteSettings:
 
     suite: list[str] = field(default_factory=list)
     """Prompts; empty: chat where the tokenizer has a chat template, else arithmetic. Others: arithmetic, chat, gsm8k,
-    humaneval, math_500, livecodebench, mt_bench, spec_bench, mbpp, mmlu,
-    alpaca, cnn_dailymail, xsum, open; NAME=PATH reads one of them from a local file, and PATH other prompts (a column
-    prompt, turns, text or question); arithmetic:2 is a difficulty, chat:qa a category."""
+    humaneval, math_500, livecodebench, mt_bench, spec_bench, speed_bench,
+    mbpp, mmlu, alpaca, cnn_dailymail, xsum, open; NAME=PATH reads one of them from a local file, and PATH other prompts
+    (a column prompt, turns, text or question); arithmetic:2 is a difficulty, chat:qa a category."""
     split: str = "test"
     """Split of suites that have several."""
     limit: PositiveInt | None = 16
@@ -190,7 +185,7 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     methods: list[str] = field(default_factory=list)
     """Methods to compare, among them transformers' generate, generate-assistant and generate-prompt-lookup; empty: all
     that the given models and files allow. Options of one method follow its name, NAME:option=value:...: ears:beta=0.2,
-    adaspeed:exit_layer=4, vanilla:draft_length=5."""
+    vanilla:draft_length=5, and vanilla:rule=ears,vanilla:rule=fuzzy compares acceptance rules."""
     baselines: bool = True
     """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)
@@ -290,6 +285,9 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
     compared with transformers', and no speedup is measured."""
     gguf_type: Literal["f32", "f16", "bf16", "q8_0"] = "f32"
     """Number format of what is converted for llama.cpp."""
+    concurrency: list[PositiveInt] = field(default_factory=list)
+    """Also measure speed with so many requests at a time, such as 1,4,16, with and without the draft. The model card
+    then says up to which load the draft pays."""
     timeout: PositiveInt = 300
     """Seconds until the engine has to be ready, and for each text."""
 

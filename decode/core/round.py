@@ -92,27 +92,17 @@ def clustered_ratio(
 Texts = Sequence[Sequence[Round]]  # the rounds of each text
 
 
-def _numbered(texts: Texts, clusters: Sequence[int]) -> list[tuple[int, Round]]:
-    """Every round with the cluster of its text."""
-    numbered = zip(clusters or range(len(texts)), texts, strict=True)
-    return [(cluster, r) for cluster, rounds in numbered for r in rounds]
-
-
-def _mean(measured: Sequence[tuple[int, list[float] | None]]) -> tuple[float, float]:
-    """Mean over positions, and its standard error over clusters."""
-    parts = [(cluster, part) for cluster, part in measured if part is not None]
-    return clustered_ratio([sum(part) for _, part in parts], [len(part) for _, part in parts], [c for c, _ in parts])
-
-
 def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
     """The numbers of reports, by their defined names (see `FORMULAS`); clusters are the unit of standard errors."""
-    rows = _numbered(texts, clusters)
-    rounds = [r for _, r in rows]
+
+    def mean(name: str) -> tuple[float, float]:  # over positions
+        parts = [[value for r in rounds for value in getattr(r, name) or ()] for rounds in texts]
+        return clustered_ratio([*map(sum, parts)], [*map(len, parts)], clusters)
+
+    rounds = [r for each in texts for r in each]
     tokens = sum(len(r.new) for r in rounds)
     n, m, t = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "tested"))
-    (alpha, alpha_se), (spent, _), (distance, _) = (
-        _mean([(cluster, getattr(r, name)) for cluster, r in rows]) for name in ("overlap", "spent", "distance")
-    )
+    (alpha, alpha_se), (spent, _), (distance, _) = map(mean, ("overlap", "spent", "distance"))
     return {
         "rounds": len(rounds),
         "tokens": tokens,
@@ -129,25 +119,20 @@ def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
     }
 
 
-def acceptance_by_position(texts: Texts, clusters: Sequence[int] = ()) -> list[dict[str, float]]:
+def acceptance_by_position(texts: Texts) -> list[dict[str, float]]:
     """Acceptance at each draft position i, over the rounds whose draft neither budget nor text's end cut short.
 
     ``marginal`` is the share of these rounds (those that drafted anything) that accept i tokens or more, so that
     1 + Σ marginal is their mean number of tokens, the target's own included; ``conditional`` the share of those
-    accepted among the ``tested`` ones, which drafted position i and accepted all before it. Errors are over clusters.
+    accepted among the ``tested`` ones, which drafted position i and accepted all before it.
     """
-    full = [(cluster, r.accepted, r.depth) for cluster, r in _numbered(texts, clusters) if r.drafted and not r.cut]
-
-    def share(name: str, kept: list[tuple[int, bool]]) -> dict[str, float]:
-        mean, se = clustered_ratio([hit for _, hit in kept], [1] * len(kept), [cluster for cluster, _ in kept])
-        return {name: mean, f"{name}_se": se}
-
+    full = [(r.accepted, r.depth) for rounds in texts for r in rounds if r.drafted and not r.cut]
     rows = []
-    for i in range(max((depth for *_, depth in full), default=0)):
-        tested = [(cluster, m > i) for cluster, m, depth in full if m >= i and depth > i]
+    for i in range(max((depth for _, depth in full), default=0)):
+        tested = [m > i for m, depth in full if m >= i and depth > i]
         row = {"position": i + 1, "rounds": len(full), "tested": len(tested)}
-        marginal = share("marginal", [(cluster, m > i) for cluster, m, _ in full])
-        rows.append(row | share("conditional", tested) | marginal)
+        row["conditional"] = sum(tested) / len(tested) if tested else math.nan
+        rows.append(row | {"marginal": sum(m > i for m, _ in full) / len(full)})
     return rows
 
 

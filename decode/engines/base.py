@@ -34,6 +34,7 @@ class Engine:
     program: str | None = None  # vLLM's interpreter or llama-server; None: as `make engines` installs it
     url: str | None = None  # address of a running server, which is used instead of starting one
     threads: int | None = None  # None: the engine's default
+    requests: int = 1  # most requests at a time
     seconds: float = 300.0  # time limit for loading, and for each text
     arguments: Sequence[str] = ()  # further ones of vLLM
 

@@ -15,7 +15,9 @@ from decode.errors import UserError
 from decode.files import Fields
 
 # float32 throughout: float16 caches and flash attention decide near ties otherwise
-OPTIONS = "-m {target} --host 127.0.0.1 --port {port} --metrics --no-webui -np 1 -c {room} -ctk f32 -ctv f32 -fa off"
+OPTIONS = (
+    "-m {target} --host 127.0.0.1 --port {port} --metrics --no-webui -np {requests} -c {room} -ctk f32 -ctv f32 -fa off"
+)
 # sampling in the backend mixes up the drafts of texts in one batch
 DRAFTING = (
     " -md {draft} --spec-type draft-{kind} --spec-draft-n-max {length} --spec-draft-p-min 0 "
@@ -56,7 +58,12 @@ class LlamaCpp(EngineKind):
     def command(self, engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
         options = OPTIONS + " -t {threads} -tb {threads}" * bool(engine.threads) + DRAFTING * bool(draft_length)
         kind = {"draft_model": "simple"}.get(engine.method, engine.method)
-        values = vars(engine) | {"port": port, "length": draft_length, "kind": kind, "room": engine.context + 64}
+        values = vars(engine) | {
+            "port": port,
+            "length": draft_length,
+            "kind": kind,
+            "room": (engine.context + 64) * engine.requests,
+        }
         return [str(engine.program), *(option.format_map(values) for option in options.split())], {}
 
     @override

@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from decode.engines.llama_cpp import LlamaCpp
 from decode.engines.vllm import Vllm
 from decode.errors import UserError
 from decode.files import scratch_folder
-from decode.progress import current
 
 ENGINES: dict[str, EngineKind] = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -165,27 +164,13 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
             raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
 
 
-def write_all(
-    server: Server, prompts: Sequence[Ids], temperatures: Iterable[float], *, seed: int, **how: Any
-) -> dict[float, list[ServedText]]:
-    """A text after every prompt at each temperature; those of a temperature have the seeds from `seed` on."""
-    texts = {}
-    for t in temperatures:
-        server.write(prompts[0], temperature=t, seed=0, **how | {"max_new_tokens": 8})  # compiles kernels, fills caches
-        texts[t] = list[ServedText]()
-        for number, ids in enumerate(prompts, seed):
-            texts[t].append(server.write(ids, temperature=t, seed=number, **how))
-            current().advance()
-    return texts
-
-
 @dataclass
 class Metrics:
     """Counters of an engine since it started."""
 
-    drafts: Drafts
-    decode_seconds: float  # time after the first tokens of all requests; 0 where it is not published
-    tokens: float  # written tokens; infinite where they are not published
+    drafts: Drafts = field(default_factory=Drafts)
+    decode_seconds: float = 0.0  # time after the first tokens of all requests; 0 where it is not published
+    tokens: float = 0.0  # written tokens; infinite where they are not published
 
 
 def parse_metrics(page: str) -> Metrics:
@@ -214,7 +199,7 @@ def parse_metrics(page: str) -> Metrics:
 
 @dataclass
 class Server:
-    """Sends requests to one server, one at a time."""
+    """Sends requests to one server."""
 
     url: str  # its address
     name: str  # a key of `ENGINES`
@@ -223,7 +208,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.kind = ENGINES[self.name]
-        self.client = httpx.Client(base_url=self.url, timeout=self.seconds, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, timeout=self.seconds, trust_env=False, limits=httpx.Limits())
 
     def close(self) -> None:
         """Close the connections."""
@@ -243,18 +228,28 @@ class Server:
             return False
 
     def write(
-        self, ids: Ids, *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
+        self,
+        ids: Ids,
+        *,
+        temperature: float,
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        alone: bool = True,
     ) -> ServedText:
-        """Write one text after a prompt of token ids and count its drafts; the distribution is not cut."""
+        """Write one text after a prompt of token ids; the distribution is not cut.
+
+        Its drafts are counted if it is `alone`; other requests may overlap, of several threads.
+        """
         sampling = NEUTRAL | {"temperature": temperature, "seed": seed, "top_p": 1.0, "model": self.model}
         path, body = self.kind.request(self._call, ids, max_new_tokens, stop_ids, sampling)
-        before, began = self._settled(), time.perf_counter()
+        before, began = self.settled() if alone else Metrics(), time.perf_counter()
         answer = self._call("POST", path, json=body).json()
         seconds = time.perf_counter() - began
         new, decode_seconds, ended = self.kind.answer(answer)
         if new is None:
             raise UserError(f"{self.name} at {self.url} returns no token ids; vLLM 0.10 or newer is required")
-        after = self._settled(before.tokens + len(new))
+        after = self.settled(before.tokens + len(new)) if alone else before
         if decode_seconds is None:
             decode_seconds = after.decode_seconds - before.decode_seconds
         return ServedText(until_end(new, stop_ids), seconds, decode_seconds, after.drafts - before.drafts, ended)
@@ -266,7 +261,7 @@ class Server:
             return None
         return f"of {text[:40]!r}: {theirs[:8]} there, {ids[:8]} here"
 
-    def _settled(self, tokens: float = 0.0) -> Metrics:
+    def settled(self, tokens: float = 0.0) -> Metrics:
         """Counters that no longer change and have reached `tokens`; engines publish them after the answer."""
         now = None
         for _ in range(READINGS):

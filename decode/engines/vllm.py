@@ -19,7 +19,7 @@ from decode.files import Fields, read_json
 OLDEST = Version("0.32")
 # without compiled graphs and kept prefixes, so that texts can be compared
 OPTIONS = (
-    "-m vllm.entrypoints.cli.main serve {target} --host 127.0.0.1 --port {port} --dtype {dtype} --max-num-seqs 4 "
+    "-m vllm.entrypoints.cli.main serve {target} --host 127.0.0.1 --port {port} --dtype {dtype} --max-num-seqs {seats} "
     "--max-model-len {context} --disable-uvicorn-access-log --enforce-eager --no-enable-prefix-caching"
 )
 
@@ -44,7 +44,7 @@ class Vllm(EngineKind):
 
     @override
     def command(self, engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
-        values = vars(engine) | {"port": port}
+        values = vars(engine) | {"port": port, "seats": max(4, engine.requests)}
         command = [str(engine.program), *(option.format_map(values) for option in OPTIONS.split())]
         if draft_length:
             drafting = {"method": engine.method, "model": engine.draft, "num_speculative_tokens": draft_length}

@@ -35,7 +35,7 @@ from decode.measure.acceptance import prompt_numbers
 from decode.measure.baselines import generate
 from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain, ratio_interval
-from decode.measure.suites import Suite
+from decode.measure.suites import Suite, by_category
 from decode.methods import (
     BASELINES,
     METHODS,
@@ -46,6 +46,7 @@ from decode.methods import (
     is_lossless,
     kind_of,
     refusal,
+    with_options,
 )
 from decode.models.api import Model
 from decode.models.open import DraftModel
@@ -60,11 +61,12 @@ RATIOS = {"speedup": BASELINE, "speedup_vs_generate": REFERENCE}
 FILLED = 2  # least number of prompts for each place of a batch
 WARM_UP = 24  # most tokens of the text that every method writes before it is timed
 MEASURED = (
+    "prompts",
     "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate", "speedup_vs_generate_ci95",
     "accepted_length", "accepted_length_ci95", "alpha", "alpha_se",
     "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
     "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
-    "acceptance_by_position", "verification_threshold",
+    "acceptance_by_position", "verification_threshold", "categories",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 Chat = Sequence[Item]  # the turns of one prompt
@@ -79,8 +81,6 @@ class BenchEntry:
     method: str  # a name of `decode.methods.METHODS` or of `BASELINES` there
     draft: str | None = None  # name of a draft of the session
     options: MethodOptions = field(default_factory=MethodOptions)
-    stop: str | None = None  # another stop rule than the method's own
-    rule: str | None = None  # another acceptance rule than the method's own
     temperature: float = 0.0  # 0 is greedy
     name: str = ""  # name in rows; empty: the method's name
 
@@ -98,7 +98,7 @@ class BenchEntry:
     def weighs_costs(self) -> bool:
         """Whether the method limits its drafts by the measured costs of rounds."""
         return not self.is_baseline and (
-            self.options.never_slower or (self.stop or METHODS[self.method][1]) == "cost-optimal"
+            self.options.never_slower or (self.options.stop_rule or METHODS[self.method][1]) == "cost-optimal"
         )
 
 
@@ -109,8 +109,6 @@ def plan(
     *,
     draft_lengths: Sequence[int] = (),
     options: MethodOptions | None = None,
-    stop: str | None = None,
-    rule: str | None = None,
     target: Model | None = None,
     needed: Iterable[str] = (),
 ) -> list[BenchEntry]:
@@ -124,18 +122,16 @@ def plan(
     """
     entries, planned, refused = [], set[str](), dict[str, str]()
     for temperature, spec in product(temperatures, methods):
-        method, changes = split_spec(spec)
-        base, kind = replace(options or MethodOptions(), **changes), kind_of(method)
-        rules = (None, None) if method in (BASELINE, *BASELINES) else (stop, rule)
-        entry = BenchEntry(method, None, base, *rules, temperature)
+        method, base = with_options(spec, options or MethodOptions())
+        entry, kind = BenchEntry(method, None, base, temperature), kind_of(method)
         fixed = method in ("generate-assistant", "generate-prompt-lookup")
-        fixed |= kind.priced and (stop or METHODS[method][1]) == "length"
-        by_length = draft_lengths and fixed and "draft_length" not in changes
+        fixed |= kind.priced and (base.stop_rule or METHODS[method][1]) == "length"
+        by_length = draft_lengths and fixed and "draft_length" not in split_spec(spec)[1]
         lengths: Sequence[int | None] = draft_lengths if by_length else [base.draft_length]
         for draft, length in product(drafts if kind.drafts else [None], lengths):
             model = drafts[draft] if draft else None
             parts = Parts.of_draft(model, base, datastore=True, tree_error=target.tree_error if target else "")
-            if why := refusal(method, parts, stop=entry.stop, rule=entry.rule):
+            if why := refusal(method, parts):
                 refused.setdefault(spec, why)
                 continue
             name = spec.replace(":", " ") + (f" n={length}" if len(lengths) > 1 else "")
@@ -174,6 +170,10 @@ class Record:
         """The rounds of all texts of each prompt: repeats of a greedy text change no rate and no error."""
         return [[r for text in repeats for r in text.rounds] for repeats in self.texts]
 
+    def part(self, places: Sequence[int]) -> "Record":
+        """The record of some prompts."""
+        return Record([self.texts[i] for i in places], self.batch_size, [self.clusters[i] for i in places])
+
     def numbers(self) -> np.ndarray:
         """Tokens, seconds and forwards: ``[3, prompts, repeats]``."""
         rows = [[(len(text.new_ids), *text[1:3]) for text in repeats] for repeats in self.texts]
@@ -196,9 +196,10 @@ def measured(record: Record, bases: Mapping[str, Record]) -> Fields:
     if any(rounds):
         row |= metrics(rounds, clusters)
         row["draft_lengths"] = dict(sorted(Counter(r.drafted for r in chain(*rounds)).items()))
-        row["acceptance_by_position"] = acceptance_by_position(rounds, clusters)
+        row["acceptance_by_position"] = acceptance_by_position(rounds)
     numbers = record.numbers()
     tokens, seconds, _ = numbers
+    row["prompts"] = len(set(clusters))  # a batch may hold one several times
     row |= {"tokens": int(tokens.sum()), "tokens_per_second": np.median(tokens.sum(0) / seconds.sum(0))}
     sums = numbers.sum(-1).T
     row["accepted_length"], row["accepted_length_ci95"] = ratio_interval(clusters, sums[:, ::2])
@@ -238,7 +239,7 @@ class EntryRun:
             session.runner, self.warp, draft, session.tokenizer, store, options, costs.rounds if costs else None
         )
         for _ in range(session.options.repeats + 1):
-            self.methods.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))
+            self.methods.append(build(entry.method, inputs))
         self.draft_length = None if entry.method == BASELINE else self.methods[0].stop.window
 
     def write(self, chats: Sequence[Chat], repeat: int, first: int, budget: int) -> list[Written]:
@@ -375,11 +376,13 @@ class Benchmark:
         """Make the rows of one suite, temperature and batch size; its prompts begin with `items`."""
         session, generated = self.session, next(run.record.texts for run in runs if run.entry.method == REFERENCE)
         numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
+        categories = by_category(item.prompt for item in items[: len(runs[0].record.texts)])
+        for run in runs:
+            run.record.clusters = numbers[: len(run.record.texts)]
         for run in runs:
             entry, record = run.entry, run.record
-            record.clusters = numbers[: len(record.texts)]
             self.records[suite.name, entry.temperature, run.batch_size, entry.label] = record
-            lossless = entry.is_baseline or is_lossless(entry.method, entry.rule)
+            lossless = is_lossless(entry.method, entry.options.rule)
             row: Fields = dict.fromkeys(MEASURED) | {
                 "suite": suite.name,
                 "temperature": entry.temperature,
@@ -392,7 +395,6 @@ class Benchmark:
                 "lossless": lossless,
                 "baseline": entry.is_baseline,
                 "repeats": session.options.repeats,
-                "prompts": len(set(record.clusters)),  # a batch may hold one several times
                 "note": run.note,
                 **load,
             }
@@ -401,7 +403,13 @@ class Benchmark:
                 continue
             # of several assistants the last is the one most like this entry
             alike = sorted(runs, key=lambda o: (o.entry.draft == entry.draft, o.draft_length == run.draft_length))
-            row |= measured(record, {other.entry.method: other.record for other in alike if not other.note})
+            bases = {other.entry.method: other.record for other in alike if not other.note}
+            row |= measured(record, bases)
+            row["categories"] = [
+                {"category": category}
+                | measured(record.part(places), {name: base.part(places) for name, base in bases.items()})
+                for category, places in categories.items()
+            ]
             thetas = [method.rule.theta for method in run.methods[:-1] if isinstance(method.rule, JensenShannon)]
             if thetas:
                 row["verification_threshold"] = statistics.fmean(thetas)

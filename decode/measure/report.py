@@ -172,6 +172,7 @@ def write_page(path: Path, title: str, headline: str, sections: Sequence[Section
 
 KEYS = [key for key, column in COLUMNS.items() if column.bench]
 """Columns of the page's tables."""
+OF_CATEGORY = ("category", "name", "prompts", "speedup", "accepted_length", "alpha")
 STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
 
 
@@ -202,13 +203,21 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
     return sorted(ours, key=lambda r: -r["speedup"])
 
 
+def by_category(rows: Sequence[Row]) -> list[Table]:
+    """A table of what the five fastest methods of a block have in each category of its suite, if it has several."""
+    parts = [{**row, **part} for row in drafting(rows)[:5] for part in row.get("categories") or ()]
+    parts.sort(key=lambda part: part["category"])
+    return [Table(OF_CATEGORY, parts, "By category", folded=True)] if parts else []
+
+
 def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
-    """The rows of each block for a terminal."""
+    """The rows of each block for a terminal, and its fastest methods by category."""
     for title, block in by_block(rows).items():
         keys = [key for key in keys_of(block) if COLUMNS[key].bench == "console"]
         without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
         styled = [{**row, **without, "style": STYLES[row["kind"]]} for row in block]
         yield console_table(title, keys, styled, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
+        yield from (console_table(table.title, table.keys, table.rows) for table in by_category(block))
 
 
 def bench_csv(rows: Sequence[Row]) -> str:
@@ -285,6 +294,6 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
         }:
             figures.append((plots.acceptance_by_position(positions), ""))
         text = f"repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
-        yield Section(title, text, tables=[Table(keys_of(rows), rows)], figures=figures)
+        yield Section(title, text, tables=[Table(keys_of(rows), rows), *by_category(rows)], figures=figures)
     where = {"machine": sentence(machine), "threads": machine["note"]}
     yield Section("Machine and settings", facts=where | bench["settings"], folded=True)

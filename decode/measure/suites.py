@@ -2,8 +2,9 @@
 
 A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, ``chat`` (96 prompts in the six
 categories of Spec-Bench), a preset of ``datasets.yaml`` such as ``gsm8k`` from the Hub or ``gsm8k=PATH`` from a local
-file; ``chat:qa``, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category; ``prompts=PATH``, or just PATH,
-for other prompts (txt: one prompt per line; otherwise a column prompt, turns, text or question).
+file; ``chat:qa``, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category, ``spec_bench:multi-turn=PATH``
+for MT-Bench's in it; ``prompts=PATH``, or just PATH, for other prompts (txt: one prompt per line; otherwise a column
+prompt, turns, text or question).
 """
 
 import csv
@@ -13,7 +14,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, partial
@@ -178,6 +179,13 @@ class Prompt:
         return self.turns or (self.text,)
 
 
+def by_category(prompts: Iterable[Prompt]) -> dict[str, list[int]]:
+    """The places of the prompts of each category; empty where there are no two categories."""
+    names = [prompt.category for prompt in prompts]
+    several = {*names} if len({*names}) > 1 else ()
+    return {name: [i for i, other in enumerate(names) if other == name] for name in sorted(several)}
+
+
 @dataclass(frozen=True)
 class Preset:
     """Templates of one data set and its place on the Hub; ``datasets.yaml`` documents each key."""
@@ -196,6 +204,7 @@ class Preset:
     category: str = ""
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
     last_keys: Mapping[str, int] = field(default_factory=dict)
+    placeholder: str = ""
 
     def prompt(self, row: Row) -> str:
         """The text that a model continues; a ValueError for a row that does not fit the template."""
@@ -218,6 +227,8 @@ class Preset:
         turns = [turns] if isinstance(turns, str) else turns
         if not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"its prompt has to be a text, or several, in messages, {', '.join(ASKED)}")
+        if self.placeholder and turns[0].startswith(self.placeholder):
+            raise ValueError(f"the prompt is not in the file; give {self.file}")
         return tuple(turns)
 
     def split_of(self, row: Row) -> str | None:
@@ -301,7 +312,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
     preset = OTHER if file_format(path) == ".txt" else presets[name]
     if name == "arithmetic" and not path:
         generated = problems(seed, split, limit or DEFAULT_LIMIT, option or 1)
-        rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in generated]
+        rows = [{"question": p.question, "answer": p.solution, "steps": f"calculations: {p.steps}"} for p in generated]
         name, option = f"{name}/{option or 1}/{seed}/{split}", ""
     else:
         rows = _rows(name, preset, path or SHIPPED.get(name), split)
@@ -354,7 +365,9 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
         raise UserError(
             f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {categories}"
         )
-    named, counts = [group.get(category, category) for category in named], Counter[str]()
+    if option not in preset.groups:
+        named = [group.get(category, category) for category in named]
+    counts = Counter[str]()
 
     def turn(place: int) -> int:  # the first of every category, then the second ones, …
         counts[named[place]] += 1

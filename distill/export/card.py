@@ -128,7 +128,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
     write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})
     template = (HERE / "model_card.md").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, lstrip_blocks=True).render(
-        **facts, profile=measured, length=length, cell=cell, columns=COLUMNS,
+        **facts, profile=measured, length=length, served=before.get("served") or [], cell=cell, columns=COLUMNS,
         conditions=measured.get("conditions") or {},
         measured=[key for key in MEASURED if measured.get(key) is not None],
         commands=commands(facts["target"], facts["folder"], exported_facts(folder)),

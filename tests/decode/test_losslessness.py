@@ -175,9 +175,9 @@ def test_stop_rules_that_read_a_probe_are_lossless(kind: str, double, tmp_path) 
     weight = torch.linspace(-0.2, 0.2, target.config.hidden_size)
     extra = torch.empty(0) if kind == "probe" else torch.tensor([1.0, -0.5, 0.3])
     save_probes(tmp_path, target, [AcceptanceProbe(1, kind, "accept", weight, extra, 1.0)])
-    options = MethodOptions(exit_layer=1, probes=str(tmp_path), threshold=0.33)
+    options = MethodOptions(stop_rule=kind, exit_layer=1, probes=str(tmp_path), threshold=0.33)
     inputs = MethodInputs(fast_runner(target), warp, options=options)
-    system = build("adaspeed-probe", inputs, stop=kind)
+    system = build("adaspeed-probe", inputs)
     experiment = Experiment(inputs.target, warp, [3, 1, 4, 1], 4)
     with torch.inference_mode():
         assert experiment.bias(system) < TOLERANCE

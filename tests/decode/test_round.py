@@ -143,7 +143,6 @@ def test_errors_are_those_of_texts_and_a_repeated_text_adds_nothing() -> None:
     wanted = math.sqrt(3 / 2 * 4.5) / 8  # sums 3, 0, 1 over 3, 3, 2 positions: mean 1/2, deviations 1.5, −1.5, 0
     assert metrics(texts)["alpha_se"] == pytest.approx(wanted)
     assert metrics([*texts, *texts], [0, 1, 2, 0, 1, 2])["alpha_se"] == pytest.approx(wanted)
-    assert acceptance_by_position(texts)[0]["conditional_se"] == pytest.approx(wanted)
 
 
 def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:

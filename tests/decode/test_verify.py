@@ -34,6 +34,7 @@ from decode.errors import UserError
 from decode.loop import Method, decode
 from decode.methods import MethodInputs, build, is_lossless
 from decode.models.check import open_draft_runner, open_runner
+from decode.options import MethodOptions
 
 Probs = list[Fraction]
 
@@ -308,17 +309,18 @@ def test_greedy_verification_by_blocks_is_bit_identical_with_that_by_tokens(warp
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "autoregressive", "block"])
 def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method: str, tiny) -> None:
     target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
-    inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft)
+    options = MethodOptions(rule="block-verification")
+    inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft, options=options)
     for chain in ("vanilla", "hybrid", "hf-dynamic"):
-        assert isinstance(build(chain, inputs, rule="block-verification").rule, BlockVerification)
+        assert isinstance(build(chain, inputs).rule, BlockVerification)
     if method == "block":  # which drafts the likeliest tokens by default
         model = tiny("llama", num_hidden_layers=4)
         target, draft = open_runner(model), open_draft_runner(make_block_head(model, "dflash"), model)
-        inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft)
+        inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft, options=options)
     instead = "use exact, or --sample-block true" if method == "block" else "use exact, or vanilla, eagle, layerskip"
     instead = "give --draft D, or leave it out" if method == "autoregressive" else instead
     with pytest.raises(UserError, match=f"and {method} drafts none; {instead}"):
-        build(method, inputs, rule="block-verification")
+        build(method, inputs)
     assert is_lossless("vanilla", "block-verification")
 
 

@@ -88,9 +88,9 @@ def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = 
     if case.draft is not None:
         runner = open_draft_runner(there(draft(case.draft), device), own)
     probes = {"probes": str(stores / "probes")} if case.method.endswith("-probe") else {}
-    options = MethodOptions(**SHAPE, **probes, sample_block=case.sample_block)
+    options = MethodOptions(**SHAPE, **probes, rule=case.rule, sample_block=case.sample_block)
     inputs = MethodInputs(open_runner(own), warp, runner, make_tokenizer(), stores, options)
-    method = build(case.method, inputs, rule=case.rule)
+    method = build(case.method, inputs)
     rngs = [rng(seed) for seed in range(len(PROMPTS))]
     return decode_texts(inputs.target, method, warp, PROMPTS, rngs=rngs, max_new_tokens=NEW)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.engines.check import Drafts, ServedText
+from decode.engines.server import Metrics
 
 
 class SimulatedEngine:
@@ -23,6 +24,14 @@ class SimulatedEngine:
         self, target: PreTrainedModel, draft: PreTrainedModel | None, length: int, llama: bool = False
     ) -> None:
         self.target, self.draft, self.length, self.llama = target, draft, length, llama
+        self.texts = list[ServedText]()
+
+    def settled(self, tokens: float = 0.0) -> Metrics:
+        """Counters of all texts so far."""
+        counted = [text.drafts for text in self.texts]
+        accepted = [sum(each) for each in zip([0.0] * self.length, *(drafts.accepted for drafts in counted))]
+        written = sum(len(text.ids) for text in self.texts)
+        return Metrics(Drafts(sum(drafts.rounds for drafts in counted), accepted), 0.01 * written, written)
 
     def differs_in_ids(self, text: str, ids: Sequence[int]) -> None:
         """Its tokenizer is ours."""
@@ -36,6 +45,7 @@ class SimulatedEngine:
         seed: int,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
+        alone: bool = True,
     ) -> ServedText:
         chance = torch.Generator().manual_seed(seed)
 
@@ -71,7 +81,8 @@ class SimulatedEngine:
             new = text[len(ids) :]
         end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
         new = new[: min(end, max_new_tokens)]
-        return ServedText(new, 1.0, 0.0, drafts, self.llama and new[-1] in stop_ids)
+        self.texts.append(ServedText(new, 1.0, 0.0, drafts, self.llama and new[-1] in stop_ids))
+        return self.texts[-1]
 
 
 def simulated(target: PreTrainedModel, draft: PreTrainedModel, cls: type[SimulatedEngine] = SimulatedEngine) -> Any:

@@ -29,6 +29,9 @@ def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_n
     assert not {"eagle", "layerskip"} & set(both)  # no draft is a feature head, and an exit layer would be a guess
     settings = BenchSettings(target="t", methods=["lookahead"], baselines=False)
     assert chosen_methods(settings, [Parts(options)]) == ["lookahead"]
+    for spec in ("generate:rule=ears", "autoregressive:rule=ears"):
+        with pytest.raises(UserError, match=r"ears is a rule for drafts of this decoder, and .* drafts none"):
+            chosen_methods(BenchSettings(target="t", methods=[spec]), [Parts(options)])
     assert draft_names(["a=x", "runs/b"]) == {"a": "x", "b": "runs/b"}
     with pytest.raises(UserError, match="have one name"):
         draft_names(["runs/b", "other/b"])

@@ -25,6 +25,7 @@ from decode.engines.check import (
     serving_facts,
     weight_fingerprints,
 )
+from decode.engines.load import paying_load
 from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.files import save_head
@@ -80,6 +81,42 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     (kept,) = json.loads((folder / "draft" / "speculation_profile.json").read_text())["served"]
     assert kept["rows"][0]["served_length"] == row["served_length"]
     assert named(folder) == []
+
+
+def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_draft_pays(folder, capsys, monkeypatch):
+    rows = [{"prompt": f"Tom has {i} apples", "category": "qa" if i % 2 else "math"} for i in range(6)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "draft" / "README.md").write_text("# A draft\n\nUnder load, vllm: of an earlier check\n")
+    pair = load(folder / "target", folder / "draft")
+    monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft, Timed))
+    monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
+    more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "6", "--concurrency", "1,4")
+    assert main([*command(folder, *more, "--json"), "--suite", f"prompts={folder / 'prompts.jsonl'}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["rows"]
+    assert [(part["category"], part["texts"]) for part in row["categories"]] == [("math", 3), ("qa", 3)]
+    for part in row["categories"]:
+        assert part["served_length"] == pytest.approx(part["predicted_length"])
+    none, drafted = found["load"][:2], found["load"][2:]
+    assert [(at["draft_length"], at["requests"]) for at in none + drafted] == [(None, 1), (None, 4), (3, 1), (3, 4)]
+    for at in drafted:  # of all texts, whatever their number at a time
+        assert at["served_length"] == pytest.approx(row["served_length"])
+        assert at["token_ms"] == pytest.approx(10 * 36 / 30)  # of six texts of six tokens the five after the first
+    assert [at["speedup"] for at in drafted] == [pytest.approx(2), pytest.approx(2)]
+    assert "speedup" not in none[0]
+    (line,) = [line for line in (folder / "draft" / "README.md").read_text().splitlines() if "Under load" in line]
+    assert line == f"Under load, vllm: {paying_load(found['load'])}" == found["pays"]
+    assert "up to 4 requests at a time (2.00 (2.00–2.00), 3 drafted tokens, T = 0)" in line
+    slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 4 else at for at in drafted]
+    assert "up to 1 requests" in paying_load(slower)
+    assert "not surely faster" in paying_load(none)
+
+
+class Timed(SimulatedEngine):
+    """It takes half as long with a draft."""
+
+    def write(self, *args: Any, **options: Any) -> ServedText:
+        return replace(super().write(*args, **options), seconds=1.0 if self.draft is None else 0.5)
 
 
 class Half(SimulatedEngine):

@@ -250,7 +250,7 @@ def test_llama_server_is_given_the_targets_stop_ids(monkeypatch: pytest.MonkeyPa
 
     server = Server("http://127.0.0.1:1", "llama.cpp")
     monkeypatch.setattr(server, "_call", answer)
-    monkeypatch.setattr(server, "_settled", lambda tokens=0.0: Metrics(Drafts(), 0.0, 0.0))
+    monkeypatch.setattr(server, "settled", lambda tokens=0.0: Metrics())
     text = server.write([3, 4], temperature=0.0, seed=0, max_new_tokens=4, stop_ids=[5, 6])
     assert (text.ids, text.decode_seconds) == ([1, 2, 5], 0.5)
     body = sent[-1][1]

@@ -52,6 +52,7 @@ def test_spec_bench_rows_with_references_of_all_shapes_are_read(tmp_path):
     assert [p.category for p in suite.prompts] == ["multi-turn", "qa", "rag"]  # MT-Bench's are one
     for name, number in {"rag": 83, "multi-turn": 81, "writing": 81}.items():
         (only,) = load_suite(f"spec_bench:{name}={tmp_path / 'question.jsonl'}").prompts
+        assert only.category == ("rag" if name == "rag" else "writing")
         assert only.id == f"spec_bench/{number}"
     with pytest.raises(UserError, match="choose one of multi-turn, qa, rag, writing"):
         load_suite(f"spec_bench:cooking={tmp_path / 'question.jsonl'}")
@@ -102,6 +103,10 @@ PUBLISHED = {  # a row with the published columns, and the prompt's id, first wo
         {"problem": "$1+1$?", "solution": "$2$", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "t/1"},
         ("math_500/t/1", "$1+1$?\nThink step by step, and put the final answer into \\boxed{}.", "Algebra", ()),
     ),
+    "speed_bench": (
+        {"question_id": "q1", "category": "rag", "sub_category": "hle", "messages": [{"role": "user", "content": "One."}]},
+        ("speed_bench/q1", "One.", "rag", ("One.",)),
+    ),
     "livecodebench": (
         {"question_content": "Sum.", "question_id": "1", "starter_code": "class S:", "difficulty": "easy", "metadata": "{}"},
         ("livecodebench/1", "Sum.\n\nWrite a Python program that completes this code:\n```python\nclass S:", "easy", ()),
@@ -127,6 +132,7 @@ def test_rows_without_prompts_are_refused_with_what_is_needed(tmp_path):
     with pytest.raises(UserError, match=r"rows with id, query that are not .* which need question, answer"):
         load_suite(f"gsm8k={path}")
     strange = {
+        "speed_bench": {"category": "qa", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]},
         "prompts": {"turns": [1]},
         "ultrachat": {"messages": [{"from": "human", "value": "Hi"}]},
         "mmlu": {"question": "?", "choices": list("abcde"), "answer": 1},
