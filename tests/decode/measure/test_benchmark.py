@@ -6,7 +6,7 @@ import copy
 import csv
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -39,7 +39,9 @@ def bench(models):
     target, draft = models
     entries = plan(METHODS, {"small": draft}, [0.0, 1.0])
     options = BenchOptions(max_new_tokens=12, repeats=2, pack="off")
-    return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
+    suite = make_suite()
+    suite.prompts[:] = [replace(prompt, category="aba"[i]) for i, prompt in enumerate(suite.prompts)]
+    return run_benchmark(target, {"small": draft}, make_tokenizer(), [suite], entries, options)
 
 
 def rows_of(bench, temperature, **wanted):
@@ -57,6 +59,8 @@ def test_rows_are_complete_and_lossless_methods_and_baselines_write_what_generat
         assert row["identical_to_target"] in same, row["name"]
         assert row["baseline"] or sum(row["draft_lengths"].values()) == row["rounds"]
         assert not (row["baseline"] and row["acceptance_by_position"])
+        assert [(part["category"], part["prompts"]) for part in row["categories"]] == [("a", 2), ("b", 1)]
+        assert sum(part["tokens"] for part in row["categories"]) == row["tokens"]
     assert json.loads(json.dumps(bench.rows, allow_nan=False)) == bench.rows
     assert len(rows_of(bench, 0.0, name="vanilla")[0]["acceptance_by_position"]) == 5
     assert rows_of(bench, 0.0, name="adasd")[0]["verification_threshold"] is not None
@@ -249,6 +253,7 @@ def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from
     assert content["machine"]["threads"] == bench.session.threads
     assert all(row["name"] in page for row in bench.rows)
     assert page.count("<svg") == 2  # three prompts are too few for speeds
+    assert page.count("<summary>By category</summary>") == 2
     assert "no speedup is given, since" in page
     assert "3 prompts were timed, expected 6 or more" in page
     assert not re.search("https?://(?!www.w3.org)", page)
