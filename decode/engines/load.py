@@ -52,4 +52,4 @@ def paying_load(rows: Sequence[Row]) -> str:
         return "not surely faster than without a draft, of which six prompts or more have to show it"
     most = max(faster, key=lambda row: (row["requests"], row["speedup"]))
     at = f"{cell(most, 'speedup')}, {most['draft_length']} drafted tokens, T = {most['temperature']:g}"
-    return f"faster than without a draft up to {most['requests']} requests at a time ({at})"
+    return f"faster than without a draft up to a concurrency of {most['requests']} ({at})"

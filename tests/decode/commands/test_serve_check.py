@@ -91,7 +91,7 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft, Timed))
     monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
     more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "6", "--concurrency", "1,4")
-    assert main([*command(folder, *more, "--json"), "--suite", f"prompts={folder / 'prompts.jsonl'}"]) == 0
+    assert main([word.replace("prompts.txt", "prompts.jsonl") for word in command(folder, *more, "--json")]) == 0
     found = json.loads(capsys.readouterr().out)
     (row,) = found["rows"]
     assert [(part["category"], part["texts"]) for part in row["categories"]] == [("math", 3), ("qa", 3)]
@@ -106,9 +106,9 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     assert "speedup" not in none[0]
     (line,) = [line for line in (folder / "draft" / "README.md").read_text().splitlines() if "Under load" in line]
     assert line == f"Under load, vllm: {paying_load(found['load'])}" == found["pays"]
-    assert "up to 4 requests at a time (2.00 (2.00–2.00), 3 drafted tokens, T = 0)" in line
+    assert "up to a concurrency of 4 (2.00 (2.00–2.00), 3 drafted tokens, T = 0)" in line
     slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 4 else at for at in drafted]
-    assert "up to 1 requests" in paying_load(slower)
+    assert "up to a concurrency of 1 (" in paying_load(slower)
     assert "not surely faster" in paying_load(none)
 
 
