@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.data.chat import IGNORE
-from distill.data.dataset import REFERENCE, Batch, Chance
-from distill.losses.chunked import Compared, Rows
-from distill.losses.divergences import TargetRows
+from distill.data.dataset import PLACES, REFERENCE, Batch, Chance, on_device
+from distill.kept import Shapes
+from distill.losses.chunked import Compared, Rows, compare
+from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import top_k
 from distill.networks.lm_head import LMHead
-from distill.networks.models import room
+from distill.networks.models import forward_precision, room
+from distill.signal.kept import Compute
 from distill.signal.target import Signal
 
 GROUPS = "groups"
@@ -97,3 +99,28 @@ def head_rows(
     weight = weight if target.learnable is None else weight * target.learnable[at]
     reference = batch[REFERENCE][at, step] if REFERENCE in batch else None
     return Rows(hidden, head, target, mass, batch[GROUPS], at, step, weight, reference, **beside)
+
+
+def reference_losses(
+    reference: Draft, signal: Signal, divergence: Divergence, precision: str
+) -> tuple[Shapes, Compute]:
+    """The column of the reference's losses, and what computes it. With it ΔL needs no reference model any more.
+
+    The draft's side of ΔL is computed in the trainer's ``precision``.
+    """
+    device = next(reference.model.parameters()).device
+    steps = reference.steps
+    reference.model.eval()
+    signal.to(device)
+
+    @torch.no_grad()
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        batch = on_device(reference.indexed(batch), device)
+        table = torch.zeros(len(batch[PLACES]), steps, device=device)
+        with forward_precision(precision, device):
+            for rows in reference.every_row(batch, signal):
+                values = compare(rows, divergence).losses.float()
+                table[rows.at, rows.step] = values
+        return {REFERENCE: table.cpu()}
+
+    return {REFERENCE: ((steps,), "float32")}, losses

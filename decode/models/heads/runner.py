@@ -28,9 +28,9 @@ class Features:
     def __len__(self) -> int:
         return self._count
 
-    def put(self, features: Tensor, *, first: bool = False) -> None:
-        """Add features at the end, or before all others."""
-        self._pieces.insert(0 if first else len(self._pieces), features)
+    def put(self, features: Tensor) -> None:
+        """Add features at the end."""
+        self._pieces.append(features)
         self._count += len(features)
 
     def take(self, count: int) -> Tensor:
