@@ -118,7 +118,7 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
         runner, warp, count = self.runner, self.warp, len(requests)
         caches = [request.state.cache for request in requests]
         feeds = upload_all(list(map(self.unread, requests)), runner.device)
-        out = runner.read_pairs(caches, feeds, 1)
+        out = self.read(caches, feeds)
         # of each node the state that drafts its children, which slots it sees, and the tokens down to it
         states, paths = out.hidden[:, None], feeds[0].new_empty(count, 1, 0)
         seen = paths.bool()

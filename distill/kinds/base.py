@@ -65,19 +65,18 @@ class Draft:
         return batch if GROUPS in batch else batch | self.index(batch, chance)
 
     def chosen(self, rows: Rows, compared: Compared, k: float) -> Tensor:
-        """AdaSPEC's rows, ascending: the share k with the largest ΔL, of each drafting step."""
-        return top_k(delta(rows, compared), k, rows.groups)
+        """AdaSPEC's rows, ascending: the share k with the largest ΔL, of each drafting step.
+
+        ΔL is −∞ of those whose token the draft cannot draft.
+        """
+        assert rows.reference is not None, "batches carry no reference_loss, and the module has no reference"
+        delta, learnable = compared.losses - rows.reference, rows.target.learnable
+        delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
+        return top_k(delta, k, rows.groups)
 
     def confidence_loss(self, rows: Rows, alpha: Tensor) -> Tensor:
         """The loss of a head's estimates that rows are accepted, whose rate is ``alpha``."""
         raise NotImplementedError
-
-
-def delta(rows: Rows, compared: Compared) -> Tensor:
-    """ΔL of every row, −∞ of those whose token the draft cannot draft."""
-    assert rows.reference is not None, "batches carry no reference_loss, and the module has no reference"
-    values = compared.losses - rows.reference
-    return values if rows.target.learnable is None else values.where(rows.target.learnable[rows.at] > 0, -torch.inf)
 
 
 def head_rows(
