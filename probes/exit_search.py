@@ -36,7 +36,7 @@ def setting(
     shared: BenchEntry, method: str, exit_layer: int, draft_length: int, threshold: float | None = None
 ) -> BenchEntry:
     """Return a method with its options as the line of a benchmark; without a threshold drafts have one length."""
-    name = f"{method} E{exit_layer} k{draft_length}" + ("" if threshold is None else f" γ{threshold:g}")
+    name = f"{method} E{exit_layer} n{draft_length}" + ("" if threshold is None else f" γ{threshold:g}")
     options = replace(shared.options, exit_layer=exit_layer, draft_length=draft_length, threshold=threshold)
     return replace(shared, method=method, options=options, name=name)
 

@@ -29,12 +29,12 @@ class Round:
 
     @property
     def drafted(self) -> int:
-        """Number of drafted tokens k."""
+        """Number of drafted tokens n."""
         return len(self.draft)
 
     @property
     def depth(self) -> int:
-        """Length of the draft's longest path; k on a chain."""
+        """Length of the draft's longest path; n on a chain."""
         return self.draft.depth
 
     @property
@@ -44,7 +44,7 @@ class Round:
 
     @property
     def tested(self) -> int:
-        """The depth reached, plus one if the node left had children; on a chain t = min(m + 1, k)."""
+        """The depth reached, plus one if the node left had children; on a chain t = min(m + 1, n)."""
         return self.accepted + (self.last in self.draft.parents)
 
     @property
@@ -109,7 +109,7 @@ def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
     rows = _numbered(texts, clusters)
     rounds = [r for _, r in rows]
     tokens = sum(len(r.new) for r in rounds)
-    k, m, t = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "tested"))
+    n, m, t = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "tested"))
     (alpha, alpha_se), (spent, _), (distance, _) = (
         _mean([(cluster, getattr(r, name)) for cluster, r in rows]) for name in ("overlap", "spent", "distance")
     )
@@ -119,9 +119,9 @@ def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
         "alpha": alpha,
         "alpha_se": alpha_se,
         "accepted_per_tested": m / t if t else math.nan,
-        "accepted_per_drafted": m / k if k else math.nan,
+        "accepted_per_drafted": m / n if n else math.nan,
         "accepted_length": tokens / len(rounds) if rounds else math.nan,
-        "drafted_per_round": k / len(rounds) if rounds else math.nan,
+        "drafted_per_round": n / len(rounds) if rounds else math.nan,
         "tv_spent": 0.0 if math.isnan(spent) else spent,
         "js_distance": distance,
         "draft_seconds": sum(r.seconds[0] for r in rounds),
@@ -154,9 +154,9 @@ def acceptance_by_position(texts: Texts, clusters: Sequence[int] = ()) -> list[d
 FORMULAS = {
     "alpha": "mean of Σₓ min(p(x), q(x)) over tested positions (greedy: agreement of the argmax)",
     "offline_alpha": "mean of Σₓ min(p(x), q(x)) over every response position of texts the target generated",
-    "accepted_per_tested": "Σm / Σt",
-    "accepted_per_drafted": "Σm / Σk",
-    "accepted_length": "Σe / rounds: tokens written per target forward, bonus included",
+    "accepted_per_tested": "Σm / Σt: accepted over tested tokens; a round that drafts n tests t = min(m + 1, n)",
+    "accepted_per_drafted": "Σm / Σn: accepted over drafted tokens",
+    "accepted_length": "Σe / rounds: tokens e that a round writes, per target forward, bonus included",
     "tv_spent": "mean of a(x) − min(1, p(x)/q(x)) at the tested token, a(x) the rule's acceptance; 0 for exact rules",
     "js_distance": "mean of √JSD (base 2) between p and q at tested positions",
     "speedup": "tokens/s over the same loop without a drafter: median of the ratios paired by prompt",

@@ -53,7 +53,7 @@ class Fixed(Threshold):
 class TargetAcceptance(Threshold):
     """Draft & Verify's controller: raises the threshold while the moving acceptance rate is below `alpha`.
 
-    AR ← β₁·AR + (1 − β₁)·m/k; g = value ± ε; value ← β₂·value + (1 − β₂)·g, with k the draft's depth. One round moves
+    AR ← β₁·AR + (1 − β₁)·m/n; g = value ± ε; value ← β₂·value + (1 − β₂)·g, with n the draft's depth. One round moves
     the threshold by at most (1 − β₂)·ε, 0.001 with the paper's constants.
     """
 
@@ -123,7 +123,7 @@ class CostOptimal(Threshold):
     """One more drafted token pays while P(it and all before it are accepted) > R·cost (ours).
 
     cost is the time of one more drafted token, the growth of the target's forward included, in one-token target
-    forwards; R = Σ(m + 1) / Σ(1 + k·cost) is the running rate of tokens, which makes the threshold optimal in the sense
+    forwards; R = Σ(m + 1) / Σ(1 + n·cost) is the running rate of tokens, which makes the threshold optimal in the sense
     of renewal rewards. Texts that draft their next tokens at once share the cost of the step: the sum of their
     probabilities has to pay for it. The forward of a draft that has but one is a part of the round and not of its
     tokens. Costs are set (`price`), not timed while decoding: a text does not depend on the load of the machine.

@@ -64,8 +64,8 @@ def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> st
 def room_for(draft_length: int) -> int:
     """The tokens that a server's context has to hold behind the longest text, so that it is drafted to its end.
 
-    vLLM 0.32 drafts while the text, the k drafted tokens that are verified and the next k (of DFlash k + 1) fit; where
-    it schedules ahead, it takes the k of the round before for accepted (v1/worker/gpu_model_runner.py:2041, 4288).
+    vLLM 0.32 drafts while the text, the n drafted tokens that are verified and the next n (of DFlash n + 1) fit; where
+    it schedules ahead, it takes the n of the round before for accepted (v1/worker/gpu_model_runner.py:2041, 4288).
     """
     return 3 * draft_length + 2
 

@@ -256,6 +256,6 @@ def causes_in_counts(rows: Sequence[Fields], *, numbers: str, explained: bool) -
     if not wrong or explained:
         return []
     reasons = [row["unequal"] or "the texts are not the target's" for row in wrong]
-    places = [f"T = {row['temperature']:g}, k = {row['draft_length']}" for row in wrong]
+    places = [f"T = {row['temperature']:g}, n = {row['draft_length']}" for row in wrong]
     remedy = "the engine reads the draft otherwise than draftsmith: look for a fault of its version, or report it"
     return [Cause(UNEXPLAINED, "; ".join(map(": ".join, zip(places, reasons))), remedy)]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from decode.core.round import clustered_ratio
 from decode.core.sampling import LogitsWarper, Prefixes
 from decode.core.verify import overlap
-from decode.measure.statistics import p_value
+from decode.measure.statistics import equal_weights, p_value
 from decode.models.heads.eagle import DraftHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
@@ -65,7 +66,7 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
         raise ValueError("the two measurements are not over the same texts")
     sums, numbers = [y - x for x, y in zip(a.sums, b.sums)], a.prompts or range(len(a.texts))
     difference, se = clustered_ratio(sums, a.counts, numbers)
-    prompts = len({number for number, count in zip(numbers, a.counts) if count})
+    prompts = equal_weights(np.bincount(numbers, a.counts))
     return {"difference": difference, "se": se, "p_value": p_value(difference, se, prompts), "n": len(sums)}
 
 
@@ -126,8 +127,8 @@ def replay(
     deeper tokens. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
 
     Returns:
-        The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
-        `draft_length` only where the text ends).
+        The expected number of rounds, and the expected number of rounds by the number of drafted tokens (fewer
+        than `draft_length` only where the text ends).
     """
     n, rows, lengths = len(accept), [accept, *deeper], defaultdict[int, float](float)
     reach = [1.0] + [0.0] * n  # probability that a round starts at this position

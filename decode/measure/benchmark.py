@@ -138,7 +138,7 @@ def plan(
             if why := refusal(method, parts, stop=entry.stop, rule=entry.rule):
                 refused.setdefault(spec, why)
                 continue
-            name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
+            name = spec.replace(":", " ") + (f" n={length}" if len(lengths) > 1 else "")
             name += f" ({draft})" if draft and len(drafts) > 1 else ""
             length = length or (exported_length(model) if model is not None and fixed else None)
             entries.append(replace(entry, draft=draft, options=replace(base, draft_length=length), name=name))

@@ -143,7 +143,7 @@ def speedup(tokens: float, rounds: Mapping[int, float], costs: RoundCosts, batch
 
 
 def predicted_speedup(alpha: float, draft_length: int, costs: RoundCosts) -> float:
-    """`speedup` with acceptance rate α at every position: (1 − α^(k+1)) / (1 − α) tokens per round."""
+    """`speedup` with acceptance rate α at every position: (1 − α^(n+1)) / (1 − α) tokens per round."""
     return speedup(sum(alpha**i for i in range(draft_length + 1)), {draft_length: 1}, costs)
 
 

@@ -154,11 +154,11 @@ def decoding_rows() -> Iterator[Row]:
         drafter = open_draft_runner(draft, target)
         ids = torch.randint(runner.vocab_size, (max(BATCHES), context), generator=torch.Generator().manual_seed(0))
         costs = measure_costs(runner, drafter, warp, ids.tolist(), lengths=LENGTHS, batch_sizes=BATCHES)
-        needed, k = min((break_even(k, costs.rounds) or 2.0, k) for k in range(1, LONGEST + 1))
+        needed, n = min((break_even(n, costs.rounds) or 2.0, n) for n in range(1, LONGEST + 1))
         for batch in BATCHES:
             row = {"draft": name, "batch": str(batch), "c": f"{costs.cost_ratio:.3f}"}
-            row |= {f"k = {k}": f"{1e3 * costs.rounds.round(batch, k):.1f}" for k in (0, *LENGTHS)}
-            yield row | {"least break-even α": f"{needed:.2f} (k = {k})" if needed <= 1 else "none"}
+            row |= {f"n = {n}": f"{1e3 * costs.rounds.round(batch, n):.1f}" for n in (0, *LENGTHS)}
+            yield row | {"least break-even α": f"{needed:.2f} (n = {n})" if needed <= 1 else "none"}
 
 
 Part = Callable[[], Iterator[Row]]
@@ -171,7 +171,7 @@ PARTS: dict[str, tuple[Part, str]] = {
     "Training of heads": (head_rows, f"The target is {MIDDLE} and runs in each step. {SHARE}, 2 of the target's."),
     "Loss": (loss_rows, "KL divergence, with its gradients for the hidden states and the output head."),
     "Decoding": (
-        decoding_rows, f"The target is {LARGE}. Milliseconds of a round that drafts k tokens for every text of a batch; "
+        decoding_rows, f"The target is {LARGE}. Milliseconds of a round that drafts n tokens for every text of a batch; "
         "c and α are those of `python -m decode profile`.",
     ),
 }  # fmt: skip

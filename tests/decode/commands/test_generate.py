@@ -114,7 +114,7 @@ def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys) -> 
     assert "ears (relaxed" in shown
     assert "accepted  rejected  corrected  bonus" in shown
     assert "[-" in shown  # without colours, rejected tokens are marked
-    assert "Σm / Σk" in shown
+    assert "Σm / Σn" in shown
 
 
 def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys) -> None:

@@ -98,7 +98,7 @@ def test_a_difference_without_a_known_cause_fails_the_check(folder: Path, capsys
     assert main(command(folder, *more)) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "0 of 3 texts have the predicted counts. The first other one: text 1 has [" in out
-    assert "unexplained difference: T = 0, k = 3: text 1 has [" in out
+    assert "unexplained difference: T = 0, n = 3: text 1 has [" in out
     other_weights(folder)  # a cause
     assert main(command(folder, *more)) == 0
     assert "other weights than measured" in capsys.readouterr().out

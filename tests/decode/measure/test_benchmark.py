@@ -118,7 +118,7 @@ def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_ow
     target, draft = models
     entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
     assert [c.label for c in entries] == [
-        "vanilla k=2 (a)", "vanilla k=4 (a)", "vanilla k=2 (b)", "vanilla k=4 (b)",
+        "vanilla n=2 (a)", "vanilla n=4 (a)", "vanilla n=2 (b)", "vanilla n=4 (b)",
         "hf-constant (a)", "hf-constant (b)",
     ]  # fmt: skip
     methods = ["ears:beta=0.2", "vanilla:draft_length=5", "vanilla", "adaptix:adaptive=false"]
@@ -285,7 +285,7 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, t
     entries = plan(["vanilla", "cost-optimal", "generate-assistant"], session.draft_models, draft_lengths=[1, 3])
     batches = Benchmark(session)
     batches.run([make_suite(2)], entries, batch_sizes=[1, 3])
-    names = ["autoregressive", "generate", "vanilla k=1", "vanilla k=3", "cost-optimal"]
+    names = ["autoregressive", "generate", "vanilla n=1", "vanilla n=3", "cost-optimal"]
     found = [(row["batch_size"], row["name"]) for row in batches.rows if row["method"] != "generate-assistant"]
     assert found == [(size, name) for size in (1, 3) for name in names]
     for row in batches.rows:

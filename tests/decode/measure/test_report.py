@@ -110,7 +110,7 @@ def test_a_table_shows_values_with_their_errors_and_only_columns_that_have_value
 
 @pytest.mark.parametrize("width", [60, 100, 130])
 def test_a_table_of_a_terminal_keeps_to_its_width_and_marks_what_is_no_result(width: int) -> None:
-    name = "vanilla k=5 (kl-tv-accepted)"
+    name = "vanilla n=5 (kl-tv-accepted)"
     row = {"name": name, "draft_length": 5, "tokens_per_second": 1234.5, "speedup": 1.9, "speedup_ci95": [1.5, 2.25]}
     row |= {"accepted_length": 3.2, "alpha": 0.9, "alpha_se": 0.01, "accuracy": 0.5, "identical_to_target": True}
     text = io.StringIO()
