@@ -50,6 +50,6 @@ def paying_load(rows: Sequence[Row]) -> str:
     faster = [row for row in rows if (row.get("speedup_ci95") or [0])[0] > 1]
     if not faster:
         return "not surely faster than without a draft, of which six prompts or more have to show it"
-    most = max(faster, key=lambda row: (row["requests"], row["speedup"]))
+    most = max(faster, key=lambda row: row["requests"])
     at = f"{cell(most, 'speedup')}, {most['draft_length']} drafted tokens, T = {most['temperature']:g}"
     return f"faster than without a draft up to a concurrency of {most['requests']} ({at})"

@@ -382,7 +382,7 @@ class Benchmark:
         for run in runs:
             entry, record = run.entry, run.record
             self.records[suite.name, entry.temperature, run.batch_size, entry.label] = record
-            lossless = is_lossless(entry.method, entry.options.rule)
+            lossless = entry.is_baseline or is_lossless(entry.method, entry.options.rule)
             row: Fields = dict.fromkeys(MEASURED) | {
                 "suite": suite.name,
                 "temperature": entry.temperature,

@@ -206,7 +206,6 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
 def by_category(rows: Sequence[Row]) -> list[Table]:
     """A table of what the five fastest methods of a block have in each category of its suite, if it has several."""
     parts = [{**row, **part} for row in drafting(rows)[:5] for part in row.get("categories") or ()]
-    parts.sort(key=lambda part: part["category"])
     return [Table(OF_CATEGORY, parts, "By category", folded=True)] if parts else []
 
 
