@@ -157,7 +157,7 @@ def serve_check(
                 other_ids.extend(filter(None, differences))
             texts = dict[float, list[ServedText]]()
             for t in settings.temperatures:
-                how = {"temperature": t, "max_new_tokens": budget, "stop_ids": ends}
+                how: Fields = {"temperature": t, "max_new_tokens": budget, "stop_ids": ends}
                 server.write(prompts[0], seed=0, **how | {"max_new_tokens": 8})  # compiles kernels, fills caches
                 texts[t] = [server.write(ids, seed=number, **how) for number, ids in enumerate(prompts, settings.seed)]
                 for n in settings.concurrency:
