@@ -182,13 +182,13 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
         assert text in card
     assert (before["measured"], before["num_speculative_tokens"], before["export"]["name"]) == ({}, 4, "adaspec")
     assert "4 tokens a round, a length that was not measured" in card
-    path.write_text(json.dumps(before | {"served": [1], "round_costs": {}}))
+    path.write_text(json.dumps(before | {"served": [{"pays": "Under load, vllm: it pays"}, {}], "round_costs": {}}))
     for _ in range(2):
         add_measurements(folder, FULL, "adaspec")
     assert json.loads((folder / "generation_config.json").read_text())["num_assistant_tokens"] == 2
     assert weights.stat().st_mtime_ns == made
     after, card = json.loads(path.read_text()), readme.read_text()
-    assert (after["measured"]["speedup"], after["served"], after["round_costs"]) == (1.62, [1], {})
+    assert (after["measured"]["speedup"], after["round_costs"]) == (1.62, {})
     assert after["weights"] == before["weights"]
     assert exported_facts(folder)["length"] == 2
     line = card.split("--speculative-config '")[1].split("'")[0]
@@ -196,7 +196,7 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     for text in (
         "**1.62 times**", "assistant_model=draft", "--speculative-algorithm STANDALONE",
         "--speculative-num-steps 2", "--speculative-num-draft-tokens 3", "| 1 | 0.910 | 0.920 |",
-        "2 tokens a round, which was fastest in draftsmith's own decoder",
+        "2 tokens a round, which was fastest in draftsmith's own decoder", "\n\nUnder load, vllm: it pays\n",
     ):  # fmt: skip
         assert text in card
     busy = [row | {"load": 30.0, "cores": 2, "prompts": 12} for row in FULL["decoding"]]
