@@ -194,10 +194,10 @@ def serve_check(
             agreement = share if t == 0 else agreement
             row = {"engine": engine.name, "temperature": t, "draft_length": length, "other_texts": False}
             unlike = {"identical_share": None} if t else {}  # sampled texts differ
-            parts = texts, alone[t], counts(accepted, alone[t], length, None)
-            row |= compared(*parts, length)
+            parts = [*zip(texts, alone[t], counts(accepted, alone[t], length, None))]
+            row |= compared(parts, length)
             row["categories"] = [
-                {"category": category, **compared(*([part[i] for i in places] for part in parts), length), **unlike}
+                {"category": category, **compared([parts[i] for i in places], length), **unlike}
                 for category, places in categories.items()
             ]
             if row["identical_share"] < 1:
@@ -221,10 +221,9 @@ def serve_check(
     return rows, load, causes + causes_in_counts(rows, numbers=numbers, explained=bool(causes))
 
 
-def compared(
-    texts: Sequence[ServedText], alone: Sequence[ServedText], expected: Sequence[Drafts], length: int
-) -> Fields:
+def compared(parts: Sequence[tuple[ServedText, ServedText, Drafts]], length: int) -> Fields:
     """Texts with drafts of one length beside those without, and counted drafts beside the expected ones."""
+    texts, alone, expected = zip(*parts)
     served = [text.drafts for text in texts]
     rates = zip(acceptance_rates(served, length), acceptance_rates(expected, length))
     mean, error = mean_length(served)
