@@ -124,8 +124,8 @@ def evaluate(run: Run) -> Row:
 def doubled(settings: Settings, rows: Sequence[Row]) -> str:
     """What twice the texts would give, by a line through the accepted lengths over the logarithm of the tokens.
 
-    Empty unless the drafts differ in ``training.examples`` alone, with as many passes, and there are four numbers of
-    tokens, without which the slope has no error.
+    ± is the standard error of an observation there. Empty unless the drafts differ in ``training.examples`` alone, with
+    as many passes, and there are four numbers of tokens, without which the line has no error.
     """
     drafts = settings.drafts.values()
     passes = [replace(draft.training_of(settings.training), examples=None) for draft in drafts]
@@ -137,10 +137,12 @@ def doubled(settings: Settings, rows: Sequence[Row]) -> str:
     )
     if len({*tokens}) < max(4, len(rows), len(passes)):
         return ""
-    (slope, start), spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
+    line, spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
+    twice, left = np.array([x.max() + 1, 1.0]), lengths - np.polyval(line, x)
+    error = float(twice @ spread @ twice + left @ left / (len(x) - 2)) ** 0.5
     return (
-        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the texts "
-        f"would give {slope * (x.max() + 1) + start:.2f}, {slope:+.3f} ± {spread[0, 0] ** 0.5:.3f}."
+        f"Accepted length, greedy = {line[1]:.2f} + {line[0]:.3f} · log2(teacher tokens). Extrapolated, twice the texts"
+        f" would give {twice @ line:.2f} ± {error:.2f}."
     )
 
 
