@@ -21,14 +21,13 @@ from decode.core.round import FORMULAS
 from decode.errors import UserError
 from decode.files import Fields, read_json, write_json
 from decode.measure import machine
-from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
+from decode.measure.acceptance import OfflineAlpha, as_drafted, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict
 from decode.measure.report import console_table
 from decode.measure.session import Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
 from decode.models.open import Pair, load_tokenizer
-from decode.models.parallel import mask_of
 from decode.progress import output_console, working
 
 BY_LENGTH = ("draft_length", "ms", "break_even_alpha", "predicted_speedup")
@@ -85,8 +84,8 @@ def profile_pair(
                 "the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens"
             )
         texts = [(item.ids + answer, len(item.ids)) for item, answer in zip(items, answers)]
-        depth = DEPTH if mask_of(pair.draft) is None else longest  # deeper slots of one forward are worse
-        alphas = offline_alphas(pair.target, {"draft": pair.draft}, texts, warp, depth=depth)["draft"]
+        both = offline_alphas(pair.target, {"": pair.draft}, texts, warp, depth=longest, likeliest=True)
+        alphas = as_drafted(both, "", pair.draft)
     cost = session.costs["draft"]
     rounds, gains = cost.rounds, speedups_by_length(alphas, cost.rounds, longest)
     rows = [(k, 1e3 * rounds.round(1, k), break_even(k, rounds), gain) for k, gain in gains.items()]

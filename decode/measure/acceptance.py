@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from decode.core.round import clustered_ratio
-from decode.core.sampling import LogitsWarper, Prefixes
+from decode.core.sampling import LogitsWarper, Prefixes, argmax, one_hot
 from decode.core.verify import overlap
 from decode.measure.statistics import p_value
 from decode.models.heads.eagle import DraftHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
 
-DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are assumed to equal the last
+DEPTH = 5  # drafted tokens of the accepted lengths by which drafts are compared; a block head drafts its block
 
 
 @dataclass
@@ -57,6 +58,14 @@ class OfflineAlpha:
 
 ByDraft = dict[str, list[OfflineAlpha]]
 """Acceptance by the name of a draft and by depth: as first, second, … drafted token."""
+LIKELIEST = ", likeliest"
+"""Behind the name of a draft whose likeliest tokens are drafted at any temperature; else they are drawn from q."""
+
+
+def as_drafted(measured: ByDraft, name: str, draft: DraftModel) -> list[OfflineAlpha]:
+    """The acceptance of a draft as its method drafts above temperature 0: a block head the likeliest tokens."""
+    block = isinstance(draft, DraftHead) and draft.kind == "block"
+    return measured.get(name + LIKELIEST * block, measured[name])
 
 
 def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
@@ -76,11 +85,14 @@ def offline_alphas(
     warp: LogitsWarper,
     *,
     depth: int = 1,
+    likeliest: bool = False,
     seen: Callable[[TeacherForcedLogits], None] | None = None,
 ) -> ByDraft:
     """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
 
-    Texts without a response are left out. `seen` is called once for every text, with its last logits.
+    Drafted tokens are drawn from q, and accepted with probability Σ min(p, q); with `likeliest` every draft is also
+    measured as one that drafts the argmax of q, which is accepted with its p, as its name and `LIKELIEST`. Texts
+    without a response are left out. `seen` is called once for every text, with its last logits.
 
     Returns:
         For each draft the acceptance as first drafted token; of feature heads then as second, third, … up to `depth`,
@@ -94,12 +106,13 @@ def offline_alphas(
         place, ids, at = forced.number, texts[forced.number][0], forced.at
         before = Prefixes.of(ids[:i] for i in range(at.start, at.stop)) if warp.needs_prefix else None
         p, written = warp(forced.p, before), torch.tensor([*ids[at]], device=forced.p.device)[:, None]
-        for draft, logits in forced.q.items():
-            known = found[forced.length]
-            if draft not in known:
-                known[draft] = [OfflineAlpha([[] for _ in texts], numbers, [[] for _ in texts]) for _ in logits]
-            for alpha, row in zip(known[draft], logits):
+        for (draft, logits), rule in product(forced.q.items(), ["", LIKELIEST][: 1 + likeliest]):
+            known, name = found[forced.length], draft + rule
+            if name not in known:
+                known[name] = [OfflineAlpha([[] for _ in texts], numbers, [[] for _ in texts]) for _ in logits]
+            for alpha, row in zip(known[name], logits):
                 q = warp(row, before)
+                q = one_hot(argmax(q), q) if rule else q
                 kept = (q.gather(-1, written) / p.gather(-1, written)).nan_to_num_(0.0).clamp_(max=1.0)[:, 0]
                 alpha.texts[place] += overlap(p, q).double().tolist()
                 alpha.kept[place] += kept.double().tolist()
@@ -108,7 +121,7 @@ def offline_alphas(
     for length in range(1, longest):
         for name, alphas in found[length].items():
             found[whole][name][0].shorter[length] = alphas
-    return {name: found[whole].get(name, [OfflineAlpha([])]) for name in drafts}
+    return {name: [OfflineAlpha([])] for name in drafts} | found[whole]
 
 
 def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
@@ -122,8 +135,8 @@ def replay(
 ) -> tuple[float, dict[int, float]]:
     """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
 
-    As the second, third, … token of a draft it is accepted with those of `deeper`, the last of which holds for all
-    deeper tokens. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
+    As the second, third, … token of a draft it is accepted with those of `deeper`; without any, as of a language model,
+    with the same. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
 
     Returns:
         The expected number of rounds, and the expected number of rounds by the number of drafted tokens (fewer
@@ -137,7 +150,7 @@ def replay(
         k = min(draft_length, n - s - 1)
         lengths[k] += alive
         for depth in range(k):
-            i, chance = s + depth, rows[min(depth, len(rows) - 1)]
+            i, chance = s + depth, rows[depth if deeper else 0]
             reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
             alive *= chance[i]
         reach[s + k + 1] += alive  # the bonus is token s + k
@@ -158,10 +171,7 @@ def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, di
     return sum(alphas[0].counts), dict(rounds)
 
 
-def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int | None = None) -> float:
-    """Tokens per round of texts that are `replayed`, the target's own token included.
-
-    The drafts are as long as there are `alphas` by depth, at least `DEPTH`, unless a length is given.
-    """
-    tokens, rounds = replayed(alphas, draft_length or max(DEPTH, len(alphas)))
+def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int) -> float:
+    """Tokens per round of texts that are `replayed`, the target's own token included."""
+    tokens, rounds = replayed(alphas, draft_length)
     return tokens / max(1, sum(rounds.values()))

@@ -46,6 +46,7 @@ class BlockDraft(Draft):
     """
 
     model: BlockHead
+    accepted = "likeliest"
 
     def __init__(self, model: BlockHead, anchors: int) -> None:
         super().__init__(model, model.drafts, model.drafts)

@@ -27,7 +27,7 @@ def reference_losses(
 
     @torch.no_grad()
     def losses(batch: Batch) -> dict[str, Tensor]:
-        batch = on_device(reference.indexed(batch), device)
+        batch = on_device(reference.indexed(batch, []), device)
         table = torch.zeros(len(batch[PLACES]), steps, device=device)
         with forward_precision(precision, device):
             for rows in reference.every_row(batch, signal):
