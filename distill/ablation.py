@@ -24,6 +24,7 @@ from decode.progress import output_console
 from distill import ranks
 from distill.config import AblateSettings, EvaluationSettings, ExportSettings
 from distill.pipeline import run_pipeline
+from distill.results.evaluate import doubled
 
 GAINS = {"gain": ("sampled", "sums"), "greedy_gain": ("greedy", "sums"), "length_gain": ("sampled", "rounds")}
 """Columns that compare a draft with the first one on the same texts, by decoding mode and what each text has."""
@@ -60,7 +61,8 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
         report = read_json(run_pipeline(each, console).folder / "report.json")
         lines |= {f"{kind}{name}": (report, seeded) for name, seeded in names.items()}
         rows = table(lines, full.student.block.size - 1 if kinds else None)
-        write_table(folder / "ablation.md", rows, doubled(settings, rows), console)
+        more = doubled(settings, rows) if len(kinds) < 2 else ""
+        write_table(folder / "ablation.md", rows, more, console)
     return folder
 
 
@@ -120,29 +122,6 @@ def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
     return {name: by_seed.mean(), f"{name}_se": np.hypot(of_seeds, of_texts), f"{name}_by_seed": by_seed}
 
 
-def doubled(settings: AblateSettings, rows: Sequence[Row]) -> str:
-    """What twice the texts would give, by a line through the accepted lengths over the logarithm of the tokens.
-
-    Empty unless the drafts differ in ``training.examples`` alone, with as many passes, and there are four numbers of
-    tokens, without which the slope has no error.
-    """
-    drafts = settings.drafts.values()
-    passes = [replace(draft.training_of(settings.training), examples=None) for draft in drafts]
-    others = [replace(draft, training={}, seeds=[]) for draft in drafts]
-    if passes[0].epochs is None or any(each != first for first, *more in (passes, others) for each in more):
-        return ""
-    tokens, lengths = (
-        np.array([row[key] for row in rows], float) for key in ("teacher_tokens", "greedy_accepted_length")
-    )
-    if len(settings.ablation.kinds) > 1 or len({*tokens}) < max(4, len(tokens)):
-        return ""
-    (slope, start), spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
-    return (
-        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the texts "
-        f"would give {slope * (x.max() + 1) + start:.2f}, {slope:+.3f} ± {spread[0, 0] ** 0.5:.3f}.\n\n"
-    )
-
-
 def write_table(path: Path, rows: Sequence[Row], more: str, console: Console) -> None:
     """Writes the table in Markdown with ``more`` and the definitions of its columns, as CSV and JSON, and prints it."""
     formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in TABLE if COLUMNS[key].formula}
@@ -150,8 +129,8 @@ def write_table(path: Path, rows: Sequence[Row], more: str, console: Console) ->
     content = {"created": created, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
     write_json(path.with_suffix(".json"), content)
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
-    write_text(path, f"{markdown(TABLE, rows)}\n\n{more}{legend}\n")
+    write_text(path, f"{markdown(TABLE, rows)}\n\n{more}\n\n{legend}\n")
     write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
     console.print(console_table("", TABLE, rows))
-    console.print(more, end="", highlight=False)
+    console.print(more, highlight=False)
     console.print(str(path), highlight=False)

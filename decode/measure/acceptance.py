@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from decode.core.round import clustered_ratio
 from decode.core.sampling import LogitsWarper, Prefixes, argmax, one_hot
 from decode.core.verify import overlap
-from decode.measure.statistics import p_value
+from decode.measure.statistics import equal_weights, p_value
 from decode.models.heads.eagle import DraftHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
@@ -74,7 +75,7 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
         raise ValueError("the two measurements are not over the same texts")
     sums, numbers = [y - x for x, y in zip(a.sums, b.sums)], a.prompts or range(len(a.texts))
     difference, se = clustered_ratio(sums, a.counts, numbers)
-    prompts = len({number for number, count in zip(numbers, a.counts) if count})
+    prompts = equal_weights(np.bincount(numbers, a.counts))
     return {"difference": difference, "se": se, "p_value": p_value(difference, se, prompts), "n": len(sums)}
 
 

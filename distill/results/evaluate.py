@@ -2,9 +2,12 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import cast
+
+import numpy as np
 
 from decode.core.draft import Ids
 from decode.engines.check import serving_facts
@@ -25,7 +28,7 @@ from decode.measure.suites import Prompt, Row, Suite
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import current, working
-from distill.config import EvaluationSettings
+from distill.config import EvaluationSettings, Settings
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
@@ -94,13 +97,16 @@ def evaluate(run: Run) -> Row:
     if suite.score is not None:
         answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
         accuracy = statistics.fmean(map(suite.score, suite.prompts, answers))
+    drafts = [_draft(run, name, models[name], alphas, decoding, lengths[0]) for name in models]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": {"parameters": target.num_parameters(), "accuracy": accuracy},
-        "drafts": [_draft(run, name, models[name], alphas, decoding, lengths[0]) for name in models],
+        "drafts": drafts,
+        "more_texts": doubled(run.settings, [row for row in drafts if row["name"] in run.settings.drafts]),
         "paired": [
             {"a": best, "b": name, "label": "T = 1"} | paired(alphas["sampled"][name][0], alphas["sampled"][best][0])
-            for name in run.drafts if name != best
+            for name in run.drafts
+            if name != best
         ],
         "decoding": decoding,
         "profile": {"draft": best},
@@ -108,6 +114,29 @@ def evaluate(run: Run) -> Row:
         "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
         "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
     }
+
+
+def doubled(settings: Settings, rows: Sequence[Row]) -> str:
+    """What twice the texts would give, by a line through the accepted lengths over the logarithm of the tokens.
+
+    Empty unless the drafts differ in ``training.examples`` alone, with as many passes, and there are four numbers of
+    tokens, without which the slope has no error.
+    """
+    drafts = settings.drafts.values()
+    passes = [replace(draft.training_of(settings.training), examples=None) for draft in drafts]
+    others = [replace(draft, training={}, seeds=[]) for draft in drafts]
+    if passes[0].epochs is None or any(each != first for first, *more in (passes, others) for each in more):
+        return ""
+    tokens, lengths = (
+        np.array([row[key] for row in rows], float) for key in ("teacher_tokens", "greedy_accepted_length")
+    )
+    if len({*tokens}) < max(4, len(rows), len(passes)):
+        return ""
+    (slope, start), spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
+    return (
+        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the texts "
+        f"would give {slope * (x.max() + 1) + start:.2f}, {slope:+.3f} ± {spread[0, 0] ** 0.5:.3f}."
+    )
 
 
 # -- acceptance -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ TRAINING = (
 )  # fmt: skip
 ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 """Columns of the tables."""
+MORE_TEXTS = "What more texts would give is not known from one number of them: name drafts of all, 1/2, 1/4 and 1/8 \
+of the texts (training.examples of a draft), with as many epochs."
+"""Below the account of a training whose drafts do not show it."""
 LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant. \
 Drafts cannot be told apart in speed where the interval beside `vs exported` holds 1."
 SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
@@ -105,7 +108,8 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report below its opening; parts that were not measured are left out."""
     drafts, best = draft_rows(report), exported(report)
     text = "Offline α is measured on texts of the target for held-out prompts, speed at the fastest draft length n."
-    tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Account of the training", True)]
+    account = Table(TRAINING, drafts, "Account of the training", True, note=report.get("more_texts") or MORE_TEXTS)
+    tables = [Table(DRAFTS, drafts, note=LEGEND), account]
     for draft in drafts:
         served = served_rates(run_dir) if draft["name"] == best else {}
         positions = [row | {"served": served.get(row["position"])} for row in draft.get("acceptance") or []]

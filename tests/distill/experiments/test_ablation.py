@@ -11,8 +11,9 @@ from tiny_run import begun, tiny_settings
 
 from decode.errors import UserError
 from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers, rounds_of_texts
-from distill.ablation import AblateSettings, ablate, doubled, table
+from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
+from distill.results.evaluate import doubled
 
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -> None:
