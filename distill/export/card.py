@@ -85,7 +85,7 @@ def describe(
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=3)
     facts = {
         "kind": "draft" if mask_of(model) is None else "pard",
-        "mask_id": mask_of(model),
+        "mask_id": getattr(model, "mask_id", mask_of(model)),
         "target": name,
         "folder": folder,
         "target_type": target.model_type,
@@ -105,7 +105,6 @@ def describe(
         "longest": model.drafts,
         "captured_layers": list(model.captured_layers),
         "notes": [*kind.notes],
-        **kind.facts(model),
     }
 
 

@@ -321,10 +321,6 @@ class Block(Kind):
     def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> BlockDraft:
         return BlockDraft(model, student.block.anchors)
 
-    @override
-    def facts(self, model: BlockHead) -> Values:
-        return {"mask_id": model.mask_id}
-
 
 DFLASH = Block(name="dflash", version="dflash", rank=0)
 DSPARK = Block(

@@ -74,9 +74,8 @@ def evaluate(run: Run) -> Row:
     texts: dict[str, list[Text]] = {}
     alphas: dict[str, ByDraft] = {}
     student = settings.student
-    usual = DEPTH if student.draft.head else max(DEPTH, student.steps)
     # the drafted tokens of the reported accepted lengths, and of a block, with which tables compare kinds
-    lengths = [student.draft.longest(student, wanted) for wanted in (usual, student.block.size - 1)]
+    lengths = [student.draft.longest(student, wanted) for wanted in (DEPTH, student.block.size - 1)]
     decoding: list[Row] = []
     if followed := described(target, own_warp(target, 1.0, {})):
         run.console.print(followed, soft_wrap=True)
@@ -86,9 +85,10 @@ def evaluate(run: Run) -> Row:
         judged = texts[mode][: measured.prompts]
         answered = sum(len(ids) > n for ids, n in judged)
         with working(run.console, f"acceptance, {mode}", answered, leave=True):
-            told = {"likeliest": temperature > 0, "seen": lambda _: current().advance()}
-            warp = own_warp(target, temperature, {})
-            alphas[mode] = offline_alphas(target, models, judged, warp, depth=max(lengths), **told)
+            alphas[mode] = offline_alphas(
+                target, models, judged, own_warp(target, temperature, {}), depth=max(*lengths, student.steps),
+                likeliest=temperature > 0, seen=lambda _: current().advance(),
+            )  # fmt: skip
     if measured.decode_prompts:
         timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
         with working(run.console, "decoding", leave=True):

@@ -218,7 +218,7 @@ def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path, monkeypatch
     (tmp_path / "tuned").mkdir()
     head.config.num_assistant_tokens, head.target_config.quantization_config = 1, config["quantization_config"]
     save_head(head, tmp_path / "tuned")
-    export_head(tmp_path / "tuned", folder, out, ExportSettings())
+    export_head(tmp_path / "tuned", folder, out, ExportSettings(), length=3)
     assert "quantization_config" not in read_json(out / "config.json")
     assert not any("scale" in name for name in load_file(out / "model.safetensors"))
     replace_layers(out, folder)
