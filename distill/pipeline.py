@@ -180,8 +180,8 @@ def export(run: Run) -> str:
     if student.draft.head:
         export_head(*models, length=student.steps, trust_remote_code=trust, name=chosen)
     else:
-        how = {"trust_draft_code": student.trust_remote_code, "length": student.steps if student.steps > 1 else None}
-        export_draft(*models, trust_remote_code=trust, name=chosen, **how)
+        trust_draft, length = student.trust_remote_code, student.steps if student.steps > 1 else None
+        export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen, length=length)
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen
