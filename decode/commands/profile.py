@@ -91,7 +91,8 @@ def profile_pair(
     rows = [(k, 1e3 * rounds.round(1, k), break_even(k, rounds), gain) for k, gain in gains.items()]
     batches = forecast(rounds, alphas, min(longest, allowed or longest)) if settings.batch_sizes else {}
     lengths, about = [dict(zip(BY_LENGTH, row)) for row in rows], verdict(alphas[0].mean, rounds, gains)
-    conditions = {"prompts": len(items), "least_cost": cost.least, **load}
+    drafted = "drawn" if alphas is both[""] and not warp.greedy else "likeliest"
+    conditions = {"prompts": len(items), "least_cost": cost.least, "drafted_tokens": drafted, **load}
     if why := machine.doubt(conditions | {"speedup": gains[1]}):
         about = f"no speedup is predicted, since {why}"
     return PairProfile(cost, conditions, alphas[0], lengths, best_length(gains), about, batches, session)
@@ -138,7 +139,8 @@ def show(result: PairProfile) -> None:
     formulas = [FORMULAS[name] for name in ("cost_ratio", "verify_cost", "offline_alpha", "predicted_speedup")]
     costs = ", ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     of = result.conditions
-    line = f"{machine.conditions(of)}; α {alpha.mean:.4f} ± {alpha.se:.4f}, c {cost.cost_ratio:.3f}, {costs}"
+    measured = f"α of {of['drafted_tokens']} tokens {alpha.mean:.4f} ± {alpha.se:.4f}"
+    line = f"{machine.conditions(of)}; {measured}, c {cost.cost_ratio:.3f}, {costs}"
     console.print(machine.sentence(result.session.facts()), *result.session.how, *formulas, line, sep="\n")
     console.print(console_table("", BY_LENGTH, [of | row for row in result.lengths]))
     console.print(f"\n[bold]{result.verdict}", soft_wrap=True)
