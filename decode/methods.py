@@ -45,7 +45,7 @@ from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import DraftHead
-from decode.models.parallel import mask_of
+from decode.models.huggingface import mask_of
 from decode.options import MethodOptions
 
 METHODS: dict[str, tuple[str, str, str]] = {

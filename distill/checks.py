@@ -9,7 +9,7 @@ from decode.models.open import stop_ids
 from distill import ranks
 from distill.config.base import refuse
 from distill.data.dataset import Examples
-from distill.engine.devices import server_gpus
+from distill.engine.vllm import server_gpus
 from distill.fingerprints import stage_fingerprints
 from distill.kinds.language_model import kept_layers
 from distill.kinds.start import start_from_head

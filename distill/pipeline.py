@@ -16,8 +16,7 @@ from distill.config import Settings
 from distill.config.base import ENGINES, Values, change, refuse
 from distill.data.chat import show
 from distill.engine.check import holds
-from distill.engine.devices import server_gpus
-from distill.engine.vllm import FOLDER
+from distill.engine.vllm import FOLDER, server_command, server_gpus
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
@@ -106,7 +105,7 @@ def check_command(settings: Settings, console: Console) -> None:
         length, engine = run.settings.data.max_length, run.settings.teacher.engine
         folder = FOLDER if settings.trainer.num_nodes == 1 else str((run.work / "states").absolute())
         for url, gpus in server_gpus(engine, *ranks.gpus(settings.trainer)).items() or [("", [])]:
-            served = run.protocol.command(
+            served = server_command(
                 run.served_folder, run.engine_layers, length, engine.arguments, url=url, gpus=gpus, folder=folder
             )
             run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)

@@ -35,7 +35,7 @@ from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import prompt_of
-from distill.engine.devices import server_gpus
+from distill.engine.vllm import server_gpus
 from distill.files import sizes
 from distill.networks.models import build_model
 from distill.pipeline import measure, with_formats

@@ -39,11 +39,9 @@ from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import BATCH, SAMPLING, PromptWriter
 from distill.data.writing import Served, Write, written_here
-from distill.engine import PROTOCOLS
 from distill.engine.check import EVERY, AnswerCheck, check_states, holds
 from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
-from distill.engine.vllm import VLLM
 from distill.files import files_state, only_one, remove, sizes
 from distill.networks.lm_head import LMHead, check_head
 from distill.networks.models import config_of, hollow_target, open_frozen, source_folder, use_attention
@@ -301,11 +299,6 @@ class Run:
         )
 
     @property
-    def protocol(self) -> VLLM:
-        """How the engine gives states away."""
-        return PROTOCOLS[self.settings.teacher.signal]
-
-    @property
     def engine_layers(self) -> list[int]:
         """The layers whose states an engine gives away."""
         return layers_for(self.captured_layers, int(self.target_config.num_hidden_layers))
@@ -334,7 +327,7 @@ class Run:
     @cached_property
     def states(self) -> StateFiles:
         """The target's states out of the engine, after a check on a few texts by the first process."""
-        files = StateFiles(self.engine, self.engine_layers, self.protocol)
+        files = StateFiles(self.engine, self.engine_layers)
         self._opened.callback(files.close)
         if ranks.is_first():
             self.check_states(files)

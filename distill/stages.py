@@ -17,8 +17,8 @@ from decode.files import read_json
 from decode.models.heads.block_config import mask_token
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
+from decode.models.huggingface import mask_of
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
-from decode.models.parallel import mask_of
 from decode.models.sources import gguf_file
 from decode.progress import working
 from decode.writing import write_texts
@@ -32,9 +32,8 @@ from distill.engine.check import AnswerCheck, NoSamples
 from distill.files import fingerprint, link, remove
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes, by_tokens
-from distill.kinds.base import Draft
+from distill.kinds.base import Draft, reference_losses
 from distill.kinds.language_model import cut
-from distill.kinds.reference import reference_losses
 from distill.kinds.start import frequent, start_from_head, start_from_target
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip

@@ -35,8 +35,7 @@ from decode.measure.report import console_table
 from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import head_format, unserved
-from decode.models.heads.kinds import HEADS
+from decode.models.heads.files import HEADS, head_format, unserved
 from decode.models.open import DraftModel
 from decode.progress import current, output_console, working
 

@@ -3,11 +3,8 @@
 Both are functions of the text, so they are verified as deterministic drafts.
 """
 
-import heapq
 import math
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +62,8 @@ class TreeDrafter(HeadDrafter):
         """The trees of the most probable nodes, of equals the first, below the pending tokens of texts.
 
         A node's score is the log-probability of its tokens from the root on. At most `breadth` nodes of a level are
-        expanded.
+        expanded. The host waits once, for the finished trees; on a CPU, where looking is free, only what may be in them
+        is expanded.
 
         Args:
             roots: children of the pending tokens.
@@ -73,11 +71,6 @@ class TreeDrafter(HeadDrafter):
             limits: depth of each tree, at least 1.
             breadth: nodes expanded of a level.
         """
-        grow = self.grow_on_host if roots[0].is_cpu else self.grow_on_device
-        return grow(roots, expand, limits, breadth)
-
-    def grow_on_device(self, roots: Children, expand: Expand, limits: Sequence[int], breadth: int) -> list[Draft]:
-        """`grow` of levels that are as wide as they may be, on tensors; the host waits once, for the finished trees."""
         least = math.log(self.threshold) if self.threshold else -math.inf
         depths = upload(limits, roots[0].device)[:, None]
 
@@ -89,6 +82,13 @@ class TreeDrafter(HeadDrafter):
         scores, tokens, parents, first = [last], [ids], [torch.full_like(ids, -1)], 0
         for level in range(1, max(limits)):
             best, at = (x[:, :breadth] for x in last.sort(dim=-1, descending=True, stable=True))
+            if best.is_cpu:
+                found = torch.cat(scores, 1)
+                cut = found.topk(min(self.nodes, found.shape[1])).values[:, -1:]
+                count = int(((best >= cut) & (best > -torch.inf)).sum(1).max())
+                if not count:
+                    break
+                best, at = best[:, :count], at[:, :count]
             values, below = expand(level, at, ids.gather(1, at))
             parents.append((first + at).repeat_interleave(values.shape[-1], 1))
             first += last.shape[1]
@@ -102,36 +102,8 @@ class TreeDrafter(HeadDrafter):
         columns = fetch(held, kept, *(torch.cat(part, 1).gather(1, kept) for part in (tokens, parents)))
         return [self._tree(*rows) for rows in zip(*columns)]
 
-    def grow_on_host(self, roots: Children, expand: Expand, limits: Sequence[int], breadth: int) -> list[Draft]:
-        """`grow` where reading is free: on lists, and only what is possible is expanded."""
-        least, device = math.log(self.threshold or sys.float_info.min), roots[0].device
-        trees: Any = [[] for _ in limits]  # score, token and parent of each node
-        above, children = [[-1]] * len(limits), roots  # the nodes that were expanded
-        for level in range(1, max(limits) + 1):
-            below, fed = list[list[int]](), list[list[tuple[int, int]]]()
-            for nodes, parents, limit, *rows in zip(trees, above, limits, *map(Tensor.tolist, children)):
-                first = len(nodes)
-                for parent, *row in zip(parents if level <= limit else (), *rows):
-                    score = nodes[parent][0] if level > 1 else 0.0
-                    nodes += [(score + value, token, parent) for value, token in zip(*row)]
-                cut = max(least, heapq.nlargest(self.nodes, nodes)[-1][0])
-                best = heapq.nlargest(breadth, range(first, len(nodes)), key=lambda i: nodes[i][0])
-                below.append([i for i in best if nodes[i][0] >= cut])
-                fed.append([(i - first, nodes[i][1]) for i in below[-1]])
-            count = max(map(len, fed))
-            if not count or level == max(limits):
-                break
-            filled = upload([(nodes + [(0, 0)] * count)[:count] for nodes in fed], device)
-            above, children = below, expand(level, *filled.unbind(-1))
-        drafts = []
-        for nodes in trees:
-            best = heapq.nlargest(self.nodes, range(len(nodes)), key=lambda i: nodes[i][0])
-            kept = sorted(i for i in best if nodes[i][0] >= least)
-            drafts.append(self._tree(len(kept), kept, *zip(*(nodes[i][1:] for i in kept))))
-        return drafts
-
     @staticmethod
-    def _tree(count: int, kept: Sequence[int], tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> Draft:
+    def _tree(count: int, kept: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> Draft:
         place = {node: i for i, node in enumerate(kept[:count])} | {-1: -1}
         return Draft(tokens[:count], [place[parent] for parent in parents[:count]])
 
@@ -146,7 +118,7 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
         runner, warp, count = self.runner, self.warp, len(requests)
         caches = [request.state.cache for request in requests]
         feeds = upload_all(list(map(self.unread, requests)), runner.device)
-        out = runner.read_pairs(caches, feeds, 1)
+        out = self.read(caches, feeds)
         # of each node the state that drafts its children, which slots it sees, and the tokens down to it
         states, paths = out.hidden[:, None], feeds[0].new_empty(count, 1, 0)
         seen = paths.bool()

@@ -17,9 +17,8 @@ from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
 from decode.models.heads.eagle import DraftHead, draft_ids, some_outputs
-from decode.models.heads.kinds import HEADS
-from decode.models.huggingface import CACHES, RECURRENT, HuggingFaceRunner, arguments_of
-from decode.models.parallel import mask_of
+from decode.models.heads.files import HEADS
+from decode.models.huggingface import CACHES, RECURRENT, HuggingFaceRunner, arguments_of, mask_of
 from decode.models.sources import decoder_of
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}

@@ -16,8 +16,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, FeatureHead, draft_ids, finish_of, finished, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
-from decode.models.huggingface import states_of
-from decode.models.parallel import mask_of, masked, slots_of
+from decode.models.huggingface import mask_of, masked, slots_of, states_of
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
 TOKENS = 4096  # most tokens of a forward, unless one text has more

@@ -19,7 +19,7 @@ Precision = Literal[
 ]  # fmt: skip
 Signal = Literal["hidden", "topk", "online", "vllm"]
 ENGINES = ("vllm",)
-"""Kinds of signal that a serving engine gives; `distill.engine.PROTOCOLS` has how."""
+"""Kinds of signal that a serving engine gives."""
 Split = Literal["train", "validation", "test"]
 
 SHARDED = ("fsdp",)

@@ -14,6 +14,7 @@ from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from distill.engine.states import StateFiles
+from distill.engine.vllm import quantization
 from distill.networks.layers import entering, final_norm
 from distill.networks.lm_head import LMHead
 from distill.networks.models import rows_at_once
@@ -48,7 +49,7 @@ def check_states(
     """
     answers = [files.ask(ids, tries=2, prompt_logprobs=0) for ids in texts]
     limit, name = CLOSE.get(dtype, ROUNDED), str(parts.config.name_or_path)
-    if quantised := files.protocol.quantization(answers[0][0]):
+    if quantised := quantization(answers[0][0]):
         say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
     if open_target is None:
         say("this process has no memory for the target, so that its states are not compared with transformers'")

@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.core.draft import Ids
 from decode.errors import UserError
 from distill.engine.servers import KEPT, PAUSE, TRIES, Answer, Engine, Retry
-from distill.engine.vllm import VLLM
+from distill.engine.vllm import states_request, take_states
 
 LAST_WAIT = 10.0  # seconds for what is in flight at the end
 
@@ -27,11 +27,10 @@ class StateFiles:
     Args:
         engine: Servers of the target.
         layers: Those that the engine gives away (see `layers_for`).
-        protocol: How it does.
     """
 
-    def __init__(self, engine: Engine, layers: Sequence[int], protocol: VLLM) -> None:
-        self.engine, self.layers, self.protocol = engine, list(layers), protocol
+    def __init__(self, engine: Engine, layers: Sequence[int]) -> None:
+        self.engine, self.layers = engine, list(layers)
         self.pool = ThreadPoolExecutor(engine.workers)
         self.waiting: dict[tuple[int, ...], Future[Tensor]] = {}
         self.coming: Iterator[Ids] = iter(())
@@ -74,10 +73,10 @@ class StateFiles:
         why, how = "", {"max_tokens": 1, "temperature": 0.0} | how
         several = how["max_tokens"] > 1
         for number in range(1, tries + 1):
-            answer = self.engine.complete(ids, **how, **self.protocol.request(several=several))
+            answer = self.engine.complete(ids, **how, **states_request(several=several))
             try:
                 read = [*ids, *((answer.get("token_ids") or [])[:-1] if several else [])]
-                return answer, self.protocol.take(answer, read, self.layers)
+                return answer, take_states(answer, read, self.layers)
             except Retry as error:
                 why = str(error)
                 if number < tries:

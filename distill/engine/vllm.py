@@ -1,9 +1,11 @@
-"""Hidden states out of vLLM, which writes them to files through a connector of ours."""
+"""Hidden states out of vLLM, which writes them to files through a connector of ours, and the GPUs of its servers."""
 
 import json
+import math
+import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.errors import UserError
+from distill.config.teacher import EngineSettings
 from distill.engine.servers import Answer, Retry
 
 WAIT, POLL = 60.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
@@ -23,61 +26,60 @@ FOLDER = "/dev/shm/states"
 """Through which states pass on one machine; a fast disk does as well."""
 
 
-class VLLM:
-    """What is particular to vLLM among engines that give hidden states away.
+def server_options(layers: Sequence[int], folder: str = FOLDER) -> list[str]:
+    """The options of vLLM for states that pass through a folder; `CONNECTOR` has to be in its PYTHONPATH."""
+    aux = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
+    where = CLASS | {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": folder}}
+    return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
 
-    Layer i is transformers' ``hidden_states[i]``, and the number of layers the last one's output before the norm.
+
+def server_command(
+    model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str = "",
+    gpus: Sequence[int] = (), folder: str = FOLDER,
+) -> str:  # fmt: skip
+    """The command of a server, with further arguments, that gives the states that enter these layers away.
+
+    Layer i is transformers' ``hidden_states[i]``, and the number of layers the last one's output before the norm. Its
+    address ends with the port of ``url``; ``gpus`` are those that it takes, none: all that it sees.
     """
+    options = ["--max-model-len", str(length), "--generation-config", "vllm", *server_options(layers, folder)]
+    options += [*arguments, *(["--port", str(port)] if (port := urlsplit(url).port) else [])]
+    visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))} " * bool(gpus)
+    return f"{visible}PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
 
-    def options(self, layers: Sequence[int], folder: str = FOLDER) -> list[str]:
-        """The options of vLLM for states that pass through a folder; `CONNECTOR` has to be in its PYTHONPATH."""
-        aux = {"eagle_aux_hidden_state_layer_ids": list(layers)}
-        how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
-        where = CLASS | {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": folder}}
-        return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
 
-    def command(
-        self, model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str = "",
-        gpus: Sequence[int] = (), folder: str = FOLDER,
-    ) -> str:  # fmt: skip
-        """The command of a server, with further arguments, that gives the states that enter these layers away.
+def states_request(*, several: bool) -> dict[str, Any]:
+    """What a request has to ask for; ``several``: the states of the answer's tokens too."""
+    return {"kv_transfer_params": {"include_output_tokens": several}}
 
-        Its address ends with the port of ``url``; ``gpus`` are those that it takes, none: all that it sees.
-        """
-        options = ["--max-model-len", str(length), "--generation-config", "vllm", *self.options(layers, folder)]
-        options += [*arguments, *(["--port", str(port)] if (port := urlsplit(url).port) else [])]
-        visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))} " * bool(gpus)
-        return f"{visible}PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
 
-    def request(self, *, several: bool) -> dict[str, Any]:
-        """What a request has to ask for; ``several``: the states of the answer's tokens too."""
-        return {"kv_transfer_params": {"include_output_tokens": several}}
+def take_states(answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """The states ``[tokens, layers, width]`` of the file that an answer names, which is deleted.
 
-    def take(self, answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
-        """The states ``[tokens, layers, width]`` of the file that an answer names, which is deleted.
+    Raises:
+        Retry: They are not as they should be.
+        UserError: Nor will they be another time.
+    """
+    told = answer.get("kv_transfer_params") or {}
+    if not (path := told.get("hidden_states_path")):
+        raise UserError(
+            "the engine names no file of hidden states: start vLLM with the command that python -m distill "
+            "check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states of the "
+            "last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
+        )
+    if (given := told.get("layers")) != list(layers):
+        raise UserError(
+            f"the engine gives the states of layers {given} away, and {list(layers)} are needed, ascending and "
+            "each once: start it with the command that python -m distill check-engine prints"
+        )
+    return take_file(Path(path), ids)
 
-        Raises:
-            Retry: They are not as they should be.
-            UserError: Nor will they be another time.
-        """
-        told = answer.get("kv_transfer_params") or {}
-        if not (path := told.get("hidden_states_path")):
-            raise UserError(
-                "the engine names no file of hidden states: start vLLM with the command that python -m distill "
-                "check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states of the "
-                "last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
-            )
-        if (given := told.get("layers")) != list(layers):
-            raise UserError(
-                f"the engine gives the states of layers {given} away, and {list(layers)} are needed, ascending and "
-                "each once: start it with the command that python -m distill check-engine prints"
-            )
-        return take_file(Path(path), ids)
 
-    def quantization(self, answer: Answer) -> str | None:
-        """How the engine is quantised, as an answer says it."""
-        name: str | None = answer["kv_transfer_params"].get("quantization")
-        return name
+def quantization(answer: Answer) -> str | None:
+    """How the engine is quantised, as an answer says it."""
+    name: str | None = answer["kv_transfer_params"].get("quantization")
+    return name
 
 
 def take_file(path: Path, ids: Sequence[int]) -> Tensor:
@@ -114,3 +116,32 @@ def take_file(path: Path, ids: Sequence[int]) -> Tensor:
     if not torch.isfinite(states).all():
         raise Retry("wrote states that are not finite: give it another --dtype")
     return states
+
+
+def server_gpus(engine: EngineSettings, free: Sequence[int], trained: Collection[int]) -> dict[str, list[int]]:
+    """The GPUs of each server on this machine by its address, those first that do not train.
+
+    Without addresses it is one server, whose address is empty; without GPUs they take none.
+
+    Args:
+        engine: Addresses and arguments of the servers.
+        free: GPUs of this machine that do not train.
+        trained: Those that do.
+
+    Raises:
+        UserError: A server that takes all memory of its GPUs would be on one that trains.
+    """
+    arguments, urls = " ".join(engine.arguments), engine.local if engine.urls else [""]
+    each = math.prod(map(int, re.findall(r"--(?:tensor|pipeline|data)-parallel-size[= ](\d+)", arguments)))
+    part = re.search(r"--gpu-memory-utilization[= ]0?\.[0-8]", arguments)  # vLLM takes 0.92 unless it is told otherwise
+    wanted, gpus = each * len(urls), [*free, *trained]
+    if trained and wanted > len(free) and not part:
+        devices = f"leave them {wanted} (trainer.devices '{sorted(gpus)[wanted:]}'), or " * (wanted < len(gpus))
+        raise UserError(
+            f"teacher.engine: the servers on this machine take {wanted} of its {len(gpus)} GPUs, and trainer.devices "
+            f"takes {sorted(trained)}: {devices}put --gpu-memory-utilization=0.4 or another share into "
+            "teacher.engine.arguments and start the servers with it. Where CUDA_VISIBLE_DEVICES names the GPUs of this "
+            "command, nothing is refused"
+        )
+    places = gpus * wanted
+    return {url: sorted({*places[number * each : (number + 1) * each]}) for number, url in enumerate(urls)}

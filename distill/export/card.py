@@ -17,7 +17,7 @@ from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.eagle import DraftHead, draft_ids
 from decode.models.heads.files import unserved
-from decode.models.parallel import mask_of
+from decode.models.huggingface import mask_of
 from distill.kinds.kind import of_model
 
 Report = Mapping[str, Any]  # of a run, or a part of it

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode.engines.gguf import convert, find_converter
+from decode.engines.llama_cpp import convert, find_converter
 from decode.errors import UserError
 from decode.files import replaced
 from decode.models.heads.eagle import DraftHead

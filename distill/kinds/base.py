@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.data.chat import IGNORE
-from distill.data.dataset import REFERENCE, Batch, Chance
-from distill.losses.chunked import Compared, Rows
-from distill.losses.divergences import TargetRows
+from distill.data.dataset import PLACES, REFERENCE, Batch, Chance, on_device
+from distill.kept import Shapes
+from distill.losses.chunked import Compared, Rows, compare
+from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import top_k
 from distill.networks.lm_head import LMHead
-from distill.networks.models import room
+from distill.networks.models import forward_precision, room
+from distill.signal.kept import Compute
 from distill.signal.target import Signal
 
 GROUPS = "groups"
@@ -65,19 +67,18 @@ class Draft:
         return batch if GROUPS in batch else batch | self.index(batch, chance)
 
     def chosen(self, rows: Rows, compared: Compared, k: float) -> Tensor:
-        """AdaSPEC's rows, ascending: the share k with the largest ΔL, of each drafting step."""
-        return top_k(delta(rows, compared), k, rows.groups)
+        """AdaSPEC's rows, ascending: the share k with the largest ΔL, of each drafting step.
+
+        ΔL is −∞ of those whose token the draft cannot draft.
+        """
+        assert rows.reference is not None, "batches carry no reference_loss, and the module has no reference"
+        delta, learnable = compared.losses - rows.reference, rows.target.learnable
+        delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
+        return top_k(delta, k, rows.groups)
 
     def confidence_loss(self, rows: Rows, alpha: Tensor) -> Tensor:
         """The loss of a head's estimates that rows are accepted, whose rate is ``alpha``."""
         raise NotImplementedError
-
-
-def delta(rows: Rows, compared: Compared) -> Tensor:
-    """ΔL of every row, −∞ of those whose token the draft cannot draft."""
-    assert rows.reference is not None, "batches carry no reference_loss, and the module has no reference"
-    values = compared.losses - rows.reference
-    return values if rows.target.learnable is None else values.where(rows.target.learnable[rows.at] > 0, -torch.inf)
 
 
 def head_rows(
@@ -99,3 +100,28 @@ def head_rows(
     weight = weight if target.learnable is None else weight * target.learnable[at]
     reference = batch[REFERENCE][at, step] if REFERENCE in batch else None
     return Rows(hidden, head, target, mass, batch[GROUPS], at, step, weight, reference, **beside)
+
+
+def reference_losses(
+    reference: Draft, signal: Signal, divergence: Divergence, precision: str
+) -> tuple[Shapes, Compute]:
+    """The column of the reference's losses, and what computes it. With it ΔL needs no reference model any more.
+
+    The draft's side of ΔL is computed in the trainer's ``precision``.
+    """
+    device = next(reference.model.parameters()).device
+    steps = reference.steps
+    reference.model.eval()
+    signal.to(device)
+
+    @torch.no_grad()
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        batch = on_device(reference.indexed(batch, []), device)
+        table = torch.zeros(len(batch[PLACES]), steps, device=device)
+        with forward_precision(precision, device):
+            for rows in reference.every_row(batch, signal):
+                values = compare(rows, divergence).losses.float()
+                table[rows.at, rows.step] = values
+        return {REFERENCE: table.cpu()}
+
+    return {REFERENCE: ((steps,), "float32")}, losses

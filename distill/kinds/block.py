@@ -20,12 +20,11 @@ from decode.models.heads.eagle import captured_layers, output_head
 from distill.config.base import Values, change
 from distill.data.chat import IGNORE
 from distill.data.dataset import Batch, Chance, Ints, label_mask, on_device
-from distill.kinds.base import GROUPS, Draft, delta, head_rows
+from distill.kinds.base import GROUPS, Draft, head_rows
 from distill.kinds.kind import Differences, Kind, Rules
 from distill.kinds.start import check_states
-from distill.losses.chunked import Compared, Rows
+from distill.losses.chunked import Rows
 from distill.losses.divergences import TargetRows
-from distill.losses.selection import by_reach, top_k
 from distill.networks.lm_head import LMHead
 from distill.networks.models import room, rows_at_once, seeded
 from distill.signal.target import Signal
@@ -131,18 +130,12 @@ class BlockDraft(Draft):
         elif head.markov_head is not None:
             second = head.markov_head.markov_w2.weight
             output = LMHead.of(output.linear, output.scale, output.cap, second, head.candidates)
-        beside = {"confidence": confidence, "blocks": (kept // drafts, anchors.numel(), drafts)}
-        weight = torch.exp(-step / gamma(drafts))
-        rows = head_rows(hidden, output, target, batch, batch["mass"], batch["at"], step, weight, **beside)
+        weight, at = torch.exp(-step / gamma(drafts)), batch["at"]
+        rows = head_rows(hidden, output, target, batch, batch["mass"], at, step, weight, confidence=confidence)
         if head.candidates and torch.is_grad_enabled() and not selected:
             assert rows.weight is not None
-            rows.distance = selector_loss(head, states, signal.head, rows.target, batch["at"]) * rows.weight
+            rows.distance = selector_loss(head, states, signal.head, rows.target, at) * rows.weight
         return rows
-
-    @override
-    def chosen(self, rows: Rows, compared: Compared, k: float) -> Tensor:
-        """AdaSPEC's rows among the slots of all blocks, by ΔL and the probability that they are reached."""
-        return top_k(by_reach(delta(rows, compared), compared.alpha, rows), k)
 
     @override
     def confidence_loss(self, rows: Rows, alpha: Tensor) -> Tensor:

@@ -31,14 +31,14 @@ class FeatureDraft(Draft):
     EAGLE-1's loss is the smooth L1 distance of its states from the target's and a tenth of the divergence.
 
     Attributes:
-        steps: Drafting steps that are trained; of several next-token layers each makes one.
+        steps: Drafting steps that are trained.
         depth: Drafting steps that validation measures, whether they are trained or not.
         decay: Weight of each further drafting step's loss against the one before.
         noise: Width of the uniform noise on EAGLE-1's features, times 512 / length, as published.
     """
 
     def __init__(self, model: FeatureHead | MtpHead, steps: int, depth: int, decay: float) -> None:
-        super().__init__(model, model.drafts or depth, model.drafts or steps)
+        super().__init__(model, depth, steps)
         self.decay, self.noise = decay, NOISE if model.version == 1 else 0.0
 
     @override

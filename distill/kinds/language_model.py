@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.measure.acceptance import DEPTH
-from decode.models.parallel import mask_of
+from decode.models.huggingface import mask_of
 from decode.models.sources import language_model
 from distill.data.dataset import PLACES, REFERENCE, Batch, Chance
 from distill.kinds.base import GROUPS, Draft

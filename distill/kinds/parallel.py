@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.models.huggingface import RECURRENT, RollbackCache, arguments_of, tree_refusal
-from decode.models.parallel import mask_of, masked, slots_of
+from decode.models.huggingface import RECURRENT, RollbackCache, arguments_of, mask_of, masked, slots_of, tree_refusal
 from distill.data.dataset import PLACES, Batch, Chance, Ints, label_mask, on_device
 from distill.kinds.base import GROUPS, Draft, head_rows
 from distill.kinds.block import lengths_of

@@ -48,7 +48,6 @@ class Rows:
         reference: The reference's divergence of each row, ``[rows]``, if tokens are selected.
         distance: Smooth L1 distance of the states from the target's, ``[rows]`` (EAGLE-1).
         confidence: Log-odds that the rows' tokens are accepted, as the draft estimates them, ``[rows]`` (DSpark).
-        blocks: Of a block head the block of each row, ``[rows]``, how many blocks there are, and slots that draft.
     """
 
     hidden: Tensor
@@ -62,7 +61,6 @@ class Rows:
     reference: Tensor | None = None
     distance: Tensor | None = None
     confidence: Tensor | None = None
-    blocks: tuple[Tensor, int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.at is None:

@@ -38,28 +38,6 @@ def top_k(delta: Tensor, k: float, groups: Sequence[int] | None = None) -> Tenso
     return torch.cat(chosen)
 
 
-def reach(alpha: Tensor, rows: Rows) -> Tensor:
-    """Returns the probability that each slot of a block is reached, ``[rows]``: the product of its block's α before it.
-
-    Args:
-        alpha: Acceptance rate of each row.
-        rows: Of blocks, each from slot 0 on.
-    """
-    assert rows.blocks is not None
-    block, count, slots = rows.blocks
-    table = alpha.new_ones(count, slots + 1)
-    table[block, rows.step + 1] = alpha
-    return table.cumprod(1)[block, rows.step]
-
-
-def by_reach(delta: Tensor, alpha: Tensor, rows: Rows) -> Tensor:
-    """Returns the ranking of a block's slots: ΔL above the batch's smallest, times the probability to be reached.
-
-    The product with ΔL itself would rank a slot of negative ΔL the higher the less it is reached.
-    """
-    return (delta - delta.min()) * reach(alpha, rows) if len(delta) else delta
-
-
 def accepted_rows(rows: Rows, place: Tensor, positions: int, divergence: Divergence) -> Tensor:
     """Returns 1 for each row before which every token of the same draft is accepted, drawn from its α, else 0.
 

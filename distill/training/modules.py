@@ -331,7 +331,7 @@ class DistillModule(TrainingModule):
             if rows.reference is None and self.reference is not None:
                 with torch.no_grad():
                     rows.reference = compare(self.reference.rows(batch, self.signal), self.divergence).losses
-            compared = compare(rows, self.divergence, metrics=rows.blocks is not None)
+            compared = compare(rows, self.divergence, metrics=rows.confidence is not None)
             chosen = self.draft.chosen(rows, compared, self.settings.k)
             mass *= share(self.settings.k, len(rows)) / max(1, len(rows))
             self.selected += len(chosen)

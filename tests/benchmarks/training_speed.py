@@ -37,8 +37,8 @@ from distill.config import DraftSettings, Settings
 from distill.data.chat import IGNORE
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
 from distill.kept import Kept
+from distill.kinds.base import reference_losses
 from distill.kinds.language_model import LanguageModelDraft
-from distill.kinds.reference import reference_losses
 from distill.losses.divergences import Divergence
 from distill.losses.selection import share
 from distill.networks.models import load_or_build, make_optimizer, make_schedule

@@ -22,7 +22,7 @@ from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.model import EarlyExitDrafter, ModelDrafter
 from decode.loop import Method, Text, decode, decode_texts, run
-from decode.methods import RULES, STOPS, MethodInputs
+from decode.methods import STOPS, MethodInputs
 from decode.models import api
 from decode.models.api import Model
 from decode.models.check import open_runner
@@ -130,13 +130,6 @@ def test_faults_of_a_batch_are_caught(name: str, monkeypatch: pytest.MonkeyPatch
     (target, system), (part, changed) = unequal(), FAULTS[name]
     monkeypatch.setattr(verify, part, changed(getattr(verify, part)))
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 2) > 1e-3
-
-
-def test_a_relaxed_rule_is_seen_to_be_relaxed_in_texts_together() -> None:
-    target, draft = tables(2)
-    relaxed: AcceptanceRule = RULES["ears"](MethodOptions(), False)
-    system = Method("ears", ModelDrafter(draft, SAMPLE, 2), StopRule(2), relaxed)
-    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) > 1e-3
 
 
 WARP = LogitsWarper(temperature=1.3, top_k=2)

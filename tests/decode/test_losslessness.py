@@ -16,7 +16,6 @@ from enumeration import (
     Experiment,
     ScriptedRunner,
     enumerate_runs,
-    joint_bias,
     next_logits,
     random_table,
 )
@@ -38,7 +37,7 @@ from decode.core.stop import (
     negative_entropy,
     token_probability,
 )
-from decode.core.verify import BlockVerification, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.verify import BlockVerification, Exact
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter, ParallelDrafter
@@ -106,7 +105,9 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
         warm_up(experiment, system)
         adaptive = name not in ("length", "unsure", "copy", "suffix", "hf-constant")
         assert ((stop.threshold.value, stop.window) != start) == adaptive
-    assert experiment.bias(system) < TOLERANCE
+    for rule in (BlockVerification(), Exact()):
+        system.rule = rule
+        assert experiment.bias(system) < TOLERANCE
     if stop.confidence is not None and (name, warm) != ("entropy", False):
         assert len({trace[0].drafted for trace in experiment.traces}) > 1  # where it stops depends on chance
 
@@ -234,6 +235,8 @@ def test_every_warp_is_lossless(warp: LogitsWarper) -> None:
     stop = StopRule(5, token_probability, threshold=Fixed(0.2))
     for drafter in (ModelDrafter(draft, warp, 4), ParallelDrafter(draft, warp, 4, 2), RandomTree(4)):
         assert experiment.bias(Method("", drafter, stop)) < TOLERANCE
+    experiment, draft = scripted_pair(tokens=3, warp=warp, **APART)
+    assert experiment.bias(blocks(draft, warp=warp)) < TOLERANCE
 
 
 @pytest.mark.parametrize("draft_vocab", [2, 3, 5, 7])
@@ -380,22 +383,6 @@ def blocks(draft: ScriptedRunner, stop: StopRule | None = None, warp: LogitsWarp
     return Method("blocks", ModelDrafter(draft, warp, vocab), stop or StopRule(5), BlockVerification())
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_verification_by_blocks_is_lossless_with_every_stop_rule(name: str, scripted_clock) -> None:
-    experiment, draft = scripted_pair(tokens=3, **APART)
-    scripted_clock(experiment)
-    system = blocks(draft, STOPS[name](parts(experiment, draft)))
-    assert experiment.bias(system) < TOLERANCE
-    warm_up(experiment, system)
-    assert experiment.bias(system) < TOLERANCE
-
-
-@pytest.mark.parametrize("warp", WARPS.values(), ids=WARPS)
-def test_verification_by_blocks_is_lossless_with_every_warp(warp: LogitsWarper) -> None:
-    experiment, draft = scripted_pair(tokens=3, warp=warp, **APART)
-    assert experiment.bias(blocks(draft, warp=warp)) < TOLERANCE
-
-
 @pytest.mark.parametrize("draft_vocab", [2, 6])
 @pytest.mark.parametrize("stop_ids", [(), (0,)])
 def test_verification_by_blocks_is_lossless_over_other_vocabularies(
@@ -419,13 +406,6 @@ def test_verification_by_blocks_is_lossless_in_single_precision() -> None:
 
 def _single(logits: Callable[[tuple[int, ...]], Tensor], context: tuple[int, ...]) -> Tensor:
     return logits(context).float()
-
-
-def test_texts_verified_by_blocks_together_are_lossless() -> None:
-    experiment, draft = scripted_pair(2, **APART)
-    system, prompts = blocks(draft, StopRule(2), vocab=2), [[0, 1, 1], [1], [0, 0]]
-    assert joint_bias(experiment.target, system, SAMPLE, prompts, 2, batch_size=2) < TOLERANCE
-    assert joint_bias(experiment.target, system, SAMPLE, prompts[:2], 3) < TOLERANCE
 
 
 def accepted(experiment: Experiment, system: Method) -> float:
@@ -491,9 +471,3 @@ def test_biased_verification_by_blocks_is_caught(rule: BlockVerification) -> Non
     assert experiment.bias(system) < TOLERANCE
     system.rule = rule
     assert experiment.bias(system) > 0.01
-
-
-@pytest.mark.parametrize("rule", [Ears(0.2), JensenShannon(threshold=0.4), Fuzzy(0.2), Typical()])
-def test_relaxed_rules_are_seen_to_be_relaxed(rule) -> None:
-    experiment, draft = scripted_pair(3, tokens=3)
-    assert experiment.bias(Method("relaxed", ModelDrafter(draft, SAMPLE, 3), StopRule(), rule)) > 0.01

@@ -20,7 +20,7 @@ from pairs import make_tokenizer
 from some_rows import everything, from_lists
 
 from decode.__main__ import main
-from decode.engines.gguf import convert
+from decode.engines.llama_cpp import convert
 from decode.engines.server import CHECKOUT, ENGINES, Engine, Server, opened
 from decode.models.heads.block import BlockHead
 from decode.models.heads.files import save_head

@@ -16,7 +16,7 @@ from distill.data.chat import IGNORE, prompt_part
 from distill.data.corpus import Corpus
 from distill.data.dataset import Examples
 from distill.kept import Kept, Shapes
-from distill.kinds.reference import Draft, reference_losses
+from distill.kinds.base import Draft, reference_losses
 from distill.losses.divergences import Divergence
 from distill.signal.kept import keep_columns
 from distill.signal.target import Signal

@@ -320,13 +320,9 @@ class OneText:
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:
         """Of layers ``[first, last)`` the slots of the new keys and values, and all keys and values in use."""
-        start, n, end, heads = self.new.start, self.new.count, self.new.end, cache.kv_heads
-        if last - first < 4:  # one by one, or all at once: whichever are fewer operations
-            some = cache.views[first:last]
-            return [(x.narrow(2, start, n), k.narrow(2, 0, end), v.narrow(2, 0, end)) for x, k, v in some]
-        layers = cache.tensor[first:last]
-        added, seen = layers.narrow(3, start, n), layers.narrow(3, 0, end)
-        return list(zip(added.unbind(0), seen.narrow(2, 0, heads).unbind(0), seen.narrow(2, heads, heads).unbind(0)))
+        start, n, end = self.new.start, self.new.count, self.new.end
+        some = cache.views[first:last]
+        return [(x.narrow(2, start, n), k.narrow(2, 0, end), v.narrow(2, 0, end)) for x, k, v in some]
 
     def attend(self, q: Tensor, new: Tensor, views: Views, kind: int, scale: float | None) -> Tensor:
         """Store keys and values of the tokens in a layer's slots; `attention`.

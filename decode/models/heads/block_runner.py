@@ -16,8 +16,7 @@ from decode.models.fast.cache import NewTokens, Views
 from decode.models.fast.forward import Placed
 from decode.models.fast.layout import Layer
 from decode.models.fast.weights import Linear, norm
-from decode.models.heads.block import NAMES, BlockHead
-from decode.models.heads.block_parts import convolved
+from decode.models.heads.block import NAMES, BlockHead, convolved
 from decode.models.heads.eagle import finish_of, finished
 from decode.models.heads.runner import DraftHeadRunner, FeatureRow
 

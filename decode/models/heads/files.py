@@ -8,9 +8,9 @@ here is refused. Engines skip tensors and keys that they do not know; here each 
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -22,13 +22,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
 from decode.files import Fields, read_json, read_model_json, write_safely, write_text
+from decode.models.api import Model
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import SELECTOR, BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
+from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers, draft_ids
-from decode.models.heads.kinds import HEADS
-from decode.models.heads.mtp import MTP, load_mtp
-from decode.models.parallel import mask_of
+from decode.models.heads.mtp import MTP, MtpHead, MtpRunner, load_mtp
+from decode.models.heads.runner import HeadRunner
+from decode.models.huggingface import mask_of
 from decode.models.sources import located
 
 RENAMED = {r"^(model\.)+": "", r"^draft_id_to_target_id$": "d2t"}
@@ -40,6 +42,25 @@ MASK = "mask_embedding.pt"  # which vLLM and llama.cpp read beside the other ten
 ENGINES = ["vllm", "sglang", "llama.cpp"]
 FULL = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # whose windows llama.cpp does not read
 NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash2, …)"
+
+
+class HeadKind(NamedTuple):
+    """A kind of head."""
+
+    network: type[DraftHead]
+    runner: Callable[[Any, PreTrainedModel, str], Model]  # from the network, its target and the layout of weights
+    served: str = ""  # the name of its method in vLLM and llama.cpp; empty: they take it from the target's own files
+
+
+HEADS: dict[int | str, HeadKind] = {
+    1: HeadKind(FeatureHead, HeadRunner, "eagle"),
+    3: HeadKind(FeatureHead, HeadRunner, "eagle3"),
+    "dflash": HeadKind(BlockHead, BlockRunner, "dflash"),
+    "dspark": HeadKind(BlockHead, BlockRunner, "dspark"),
+    "dflash2": HeadKind(BlockHead, BlockRunner, "dflash"),
+    MTP: HeadKind(MtpHead, lambda head, target, pack: MtpRunner(head, target)),
+}
+"""Kinds by the version of a head (`DraftHead.version`)."""
 
 # -- config.json -------------------------------------------------------------------------------------------------------
 

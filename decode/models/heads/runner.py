@@ -28,9 +28,9 @@ class Features:
     def __len__(self) -> int:
         return self._count
 
-    def put(self, features: Tensor, *, first: bool = False) -> None:
-        """Add features at the end, or before all others."""
-        self._pieces.insert(0 if first else len(self._pieces), features)
+    def put(self, features: Tensor) -> None:
+        """Add features at the end."""
+        self._pieces.append(features)
         self._count += len(features)
 
     def take(self, count: int) -> Tensor:
@@ -185,21 +185,18 @@ class HeadRunner(DraftHeadRunner):
         self._norm = norm(head.norm) if head.normed_states else None
 
     def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> Out:
-        """See `Model.forward`; with features in the queue, as many as tokens have to be there."""
-        return self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
-
-    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None) -> Out:
-        """`forward` of these tokens of each text; features wait for all of the texts or for none."""
-        true, new, read, states = len(caches[0].unread) > 0, [], [], []
-        for cache, ids in zip(caches, tokens):
+        """See `Model.forward`; features wait for all of the texts, as many as tokens are read, or for none."""
+        true, new, tokens, states = len(reads[0].cache.unread) > 0, [], [], []
+        for read in reads:
+            cache, ids = read.cache, read.tokens
             if not cache.length:
                 ids, cache.length = ids[1:], 1
             n = ids.shape[0]
             new.append(NewTokens(cache, cache.length - 1, n))
-            read.append(ids)
+            tokens.append(ids)
             states.append(cache.unread.take(n) if true else cache.state.expand(n, -1))
         x = self.head.fuse(joined(states), self.fc) if true else joined(states)
-        every = self._layer(joined(read), x, new)
+        every = self._layer(joined(tokens), x, new)
         ends = [every] if len(new) == 1 else list(every.split([text.count for text in new]))
         for i, text in enumerate(new):
             cache, n = text.cache, text.count
@@ -211,7 +208,7 @@ class HeadRunner(DraftHeadRunner):
         return self._out(joined(ends) if last is not None else every)
 
     def read_level(self, caches: Sequence[HeadCache], tokens: Tensor, states: Tensor, seen: Tensor, above: int) -> Out:
-        """Read a level of a tree of each text, which follows its pairs; logits as of `read_pairs`.
+        """Read a level of a tree of each text, which follows its pairs; logits as of `forward`.
 
         Args:
             caches: of the texts.

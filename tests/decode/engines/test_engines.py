@@ -32,7 +32,7 @@ from decode.__main__ import main
 from decode.engines.base import room_for
 from decode.engines.server import ENGINES, Engine, Server, free_port, opened, running
 from decode.errors import UserError
-from decode.models.heads.block_parts import convolved
+from decode.models.heads.block import convolved
 from decode.models.heads.block_runner import Block, BlockRunner
 from decode.models.heads.files import save_head
 from distill.export.draft import DRAFTED

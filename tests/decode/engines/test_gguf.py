@@ -13,7 +13,7 @@ from families import build_tiny
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file
 
-from decode.engines.gguf import CONVERTER, convert, split_of
+from decode.engines.llama_cpp import CONVERTER, convert, split_of
 from decode.engines.server import CHECKOUT
 from decode.errors import UserError
 from decode.models.heads.block import BlockHead
@@ -43,7 +43,7 @@ def test_ways_to_split_texts_that_llama_cpp_has_a_name_for(tmp_path: Path) -> No
 
 def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.gguf.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.llama_cpp.CHECKOUT", tmp_path)
     check_gguf(ExportSettings())
     with pytest.raises(UserError, match="make engines"):
         check_gguf(ExportSettings(gguf=["f32"]))

@@ -96,27 +96,6 @@ def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
         torch.testing.assert_close(torch.cat(rows), plain_scores(head, target, text, path[:-1], count), **close)
 
 
-def drafted_block(head: BlockHead, target: Any, ids: list[int] = PROMPT) -> tuple[BlockRunner, Block]:
-    """A runner, and a whole block after a text."""
-    runner, states = BlockRunner(head, target), target(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    cache = runner.new_cache()
-    cache.settle(torch.cat([states[layer][0] for layer in head.captured_layers], -1)[:-1])
-    return runner, runner.draft([cache], ids[-1:], [head.drafts])
-
-
-@torch.inference_mode()
-def test_the_likeliest_tokens_are_those_of_the_slots_one_after_the_other(tiny) -> None:
-    target = tiny("llama")
-    head = make_block_head(target, "dflash2")
-    for start in range(30):
-        ids = [(7 * i * i + 5 * start) % 48 for i in range(6)]
-        runner, out = drafted_block(head, target, ids)
-        for slot, token in enumerate(runner.likeliest(out)[0].tolist()):
-            best = argmax(runner.condition(out, slot, [0], torch.tensor(ids[-1:])).logits)
-            assert token == int(runner.target_ids(best))
-            ids.append(token)
-
-
 @pytest.mark.parametrize(("version", "behind"), [("dflash", 0), ("dspark", 1)])
 def test_the_last_slot_of_a_block_is_the_last_position_of_the_model(version: str, behind: int, tiny) -> None:
     target = tiny("llama", max_position_embeddings=12)

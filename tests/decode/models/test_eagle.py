@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
@@ -16,7 +17,6 @@ from heads import check_chain_attention, make_block_head, make_head
 from plain_logits import after, head_logits
 from reading import Drafting, Reader, paths
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
@@ -111,26 +111,34 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.05])
-def test_trees_are_the_same_whether_the_host_or_a_device_grows_them(threshold: float, tiny) -> None:
+def test_a_tree_holds_the_likeliest_nodes_below_the_likeliest_of_each_level(threshold: float, tiny) -> None:
     target, numbers = tiny("llama"), torch.Generator().manual_seed(0)
     scores = -torch.randint(1, 16, (20, 3), generator=numbers).sort(-1).values / 4  # exact, and often equal
-    ids, limits = torch.randint(0, 20, (20, 3), generator=numbers), [1, 4, 3, 5]
+    ids, limits, least = torch.randint(0, 20, (20, 3), generator=numbers), [1, 4, 3, 5], math.log(threshold or 1e-300)
     drafter = FeatureTreeDrafter(
         as_runner(target, 3), open_runner(target), GREEDY, width=3, nodes=7, threshold=threshold
     )
 
-    def expand(level: int, at: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return scores[tokens], ids[tokens]
+    def plain(first: int, limit: int) -> list[tuple[int, ...]]:
+        nodes, above = [], [(0.0, (first,))]
+        for _ in range(limit):
+            level = [
+                (score + value, (*path, token))
+                for score, path in above
+                for value, token in zip(scores[path[-1]].tolist(), ids[path[-1]].tolist())
+            ]
+            nodes += level
+            above = sorted(level, key=lambda node: -node[0])[:3]
+        return [path[1:] for score, path in sorted(nodes, key=lambda node: -node[0])[:7] if score >= least]
 
     first = torch.tensor([[3], [8], [12], [17]])
-    grown = [
-        [(tree.ids, list(tree.parents)) for tree in grow(expand(0, first, first), expand, limits, 3)]
-        for grow in (drafter.grow_on_host, drafter.grow_on_device)
-    ]
-    assert grown[0] == grown[1]
-    depths = [Draft(*tree).depth for tree in grown[0]]
-    assert depths[0] == 1
-    assert max(depths) > 2
+    grown = drafter.grow(
+        (scores[first], ids[first]), lambda level, at, tokens: (scores[tokens], ids[tokens]), limits, 3
+    )
+    for tree, token, limit in zip(grown, first[:, 0].tolist(), limits):
+        assert sorted(paths(tree)) == sorted(plain(token, limit))
+    assert grown[0].depth == 1
+    assert max(tree.depth for tree in grown) > 2
 
 
 TREES = [

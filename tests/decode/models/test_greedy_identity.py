@@ -46,19 +46,6 @@ def runners(tiny) -> Callable[[str, bool], Model]:
     return get
 
 
-@pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
-def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners, texts, tiny) -> None:
-    runner = runners(family, fast)
-    draft, itself = (open_runner(model, fast=fast) for model in (resembling(tiny(family), 0.15), tiny(family)))
-    for prompt, wanted in zip(PROMPTS, texts(family)):
-        rounds = assert_decodes(
-            runner, Method("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt
-        )
-        assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
-        rounds = assert_decodes(runner, Method("", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
-        assert all(r.accepted == r.drafted for r in rounds)
-
-
 @pytest.mark.parametrize(("family", "penalty"), [("llama", 1.5), ("gpt_neox", 0.7), ("opt", 1.5)])
 def test_repetition_penalties_act_as_in_generate(family: str, penalty: float, tiny) -> None:
     model, warp = tiny(family), LogitsWarper(repetition_penalty=penalty)

@@ -26,8 +26,8 @@ from decode.loop import Method
 from decode.models.check import open_runner
 from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.runner import HeadRunner
+from decode.models.huggingface import mask_of
 from decode.models.open import load_model
-from decode.models.parallel import mask_of
 
 DRAFTED = 24  # tokens of a reduced vocabulary
 WINDOW = 32  # behind which a head with sliding layers drafts nothing

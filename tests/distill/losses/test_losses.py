@@ -19,7 +19,7 @@ from distill.config.base import DivergenceName
 from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence, TargetRows
-from distill.losses.selection import accepted_rows, by_reach, reach, share, top_k
+from distill.losses.selection import accepted_rows, share, top_k
 from distill.networks.lm_head import LMHead
 
 Result = tuple[Tensor, Compared, list[Tensor]]
@@ -331,29 +331,6 @@ def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta, k
     assert both == [*wanted, *(len(delta) + place for place in wanted)]
     counts = [(0.07, 100), (0.28, 25), (0.4, 5), (0.4, 6), (0.1, 30), (1.0, 7), (0.001, 3), (0.4, 0)]
     assert [share(k, n) for k, n in counts] == [7, 7, 2, 3, 3, 7, 1, 0]
-
-
-def blocks_of(slots: list[int]) -> Rows:
-    """Rows of blocks of three slots that draft, each from slot 0 on."""
-    step = torch.tensor(slots, dtype=torch.long)
-    block, head = (step == 0).cumsum(0) - 1, LMHead.of(nn.Linear(1, 1))
-    blocks = block, int((step == 0).sum()), 3
-    return Rows(torch.zeros(len(step), 1), head, TargetRows(None, 1), 1.0, step=step, blocks=blocks)
-
-
-def test_a_slot_is_reached_where_those_before_it_in_its_block_are_accepted() -> None:
-    rows = blocks_of([0, 1, 2, 0, 0, 1])
-    alpha = torch.tensor([0.5, 0.4, 0.8, 0.9, 0.3, 0.6], dtype=torch.float64)
-    assert reach(alpha, rows).tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
-    assert len(by_reach(alpha[:0], alpha[:0], blocks_of([]))) == 0
-
-
-def test_slots_that_are_never_reached_are_not_chosen_before_reached_ones() -> None:
-    """ΔL times the chance to be reached would choose −5 at 1e-4 before −0.1 at 0.9."""
-    rows = blocks_of([0, 1, 2, 0, 1])
-    alpha = torch.tensor([0.9, 1e-4, 0.5, 0.9, 0.9])
-    delta = torch.tensor([0.3, -0.1, -5.0, -0.2, -0.1])
-    assert top_k(by_reach(delta, alpha, rows), 0.8).tolist() == [0, 1, 3, 4]
 
 
 def unrolled(alphas: list[list[float]], at: list[list[int]]) -> Rows:

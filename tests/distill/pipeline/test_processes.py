@@ -21,7 +21,7 @@ from distill import ranks
 from distill.__main__ import main
 from distill.config import TrainerSettings
 from distill.config.teacher import EngineSettings
-from distill.engine.devices import server_gpus
+from distill.engine.vllm import server_gpus
 from distill.pipeline import check_command, run_pipeline, write_settings
 from distill.rehearse import shrink
 from distill.run import Run

@@ -31,7 +31,7 @@ from distill.data.dataset import FEATURES, Expect, label_mask
 from distill.engine.check import refuse_differences
 from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
-from distill.engine.vllm import CONNECTOR, VLLM
+from distill.engine.vllm import CONNECTOR
 from distill.networks import models
 from distill.networks.lm_head import LMHead
 from distill.responses.target import answered_texts
@@ -65,7 +65,7 @@ def states_of(
     layers = layers_for(captured, model.config.get_text_config().num_hidden_layers)
     server = StatesServer(model, layers, folder, **options)
     with serving(server) as (url, bodies):
-        files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers, VLLM())
+        files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers)
         yield EngineStates(files, parts or model, captured, torch.device("cpu")), server, bodies
         files.close()
 

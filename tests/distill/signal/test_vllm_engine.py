@@ -26,7 +26,7 @@ from distill.config import Settings
 from distill.config.models import StudentSettings, TargetSettings
 from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.engine.servers import Engine
-from distill.engine.vllm import CONNECTOR, VLLM
+from distill.engine.vllm import CONNECTOR, server_options
 from distill.kept import TEXT_IDS, Kept
 from distill.pipeline import check_command
 from distill.run import Run
@@ -57,7 +57,7 @@ def served(target: Path, layers: list[int], folder: Path) -> Iterator[str]:
     port, program = server.free_port(), server.check_engine("vllm")
     engine = server.Engine("vllm", str(target), context=256, program=program, threads=1, seconds=1800.0)
     command, environment = server.ENGINES[engine.name].command(engine, None, port)
-    command += ["--generation-config", "vllm", "--max-num-batched-tokens", "64", *VLLM().options(layers, str(folder))]
+    command += ["--generation-config", "vllm", "--max-num-batched-tokens", "64", *server_options(layers, str(folder))]
     environment |= {"PYTHONPATH": str(CONNECTOR)}
 
     def ready() -> bool:

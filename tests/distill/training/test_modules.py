@@ -36,7 +36,7 @@ from distill.kinds.eagle import FeatureDraft
 from distill.kinds.language_model import LanguageModelDraft
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows
-from distill.losses.selection import by_reach, share, top_k
+from distill.losses.selection import share, top_k
 from distill.networks.layers import decoder_layers
 from distill.networks.lm_head import LMHead, last_hidden
 from distill.networks.models import checkpoint_layers
@@ -111,7 +111,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
     "kind", ["language model", "language model of some tokens", "parallel", "eagle", "eagle3", "dspark", "dflash2"]
 )
 def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str, k: float) -> None:
-    """Of each drafting step of a feature head its share; of blocks the slots that are reached."""
+    """Of each drafting step of a feature head its share."""
     target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
     draft, signal = draft_of(kind, target, 3)
     examples = some_rows(5)
@@ -125,7 +125,6 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str
         step, learnable = rows.step, rows.target.learnable
         assert torch.equal(rows.reference, batch["reference_loss"][rows.at, step])
         delta = measured.losses - rows.reference
-        delta = delta if rows.blocks is None else by_reach(delta, measured.alpha, rows)
         delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
         groups = (
             [step == n for n in range(3)]
