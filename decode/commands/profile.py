@@ -27,7 +27,6 @@ from decode.measure.report import console_table
 from decode.measure.session import Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
-from decode.models.huggingface import mask_of
 from decode.models.open import Pair, load_tokenizer
 from decode.progress import output_console, working
 

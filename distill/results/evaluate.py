@@ -25,7 +25,6 @@ from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
-from decode.models.huggingface import mask_of
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import current, working
