@@ -131,19 +131,14 @@ def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
     return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]
 
 
-def replay(
-    accept: Sequence[float], draft_length: int, deeper: Sequence[Sequence[float]] = ()
-) -> tuple[float, dict[int, float]]:
-    """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
+def replay(accept: Sequence[Sequence[float]], draft_length: int) -> dict[int, float]:
+    """Expected rounds over a text, by the number of drafted tokens: fewer than `draft_length` only where the text ends.
 
-    As the second, third, … token of a draft it is accepted with those of `deeper`; without any, as of a language model,
-    with the same. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
-
-    Returns:
-        The expected number of rounds, and the expected number of rounds by the number of drafted tokens (fewer
-        than `draft_length` only where the text ends).
+    As the d-th token of a draft, position i is accepted with probability ``accept[d - 1][i]`` once it is reached; a
+    language model has one row for all d. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that
+    decode this text.
     """
-    n, rows, lengths = len(accept), [accept, *deeper], defaultdict[int, float](float)
+    n, lengths = len(accept[0]), defaultdict[int, float](float)
     reach = [1.0] + [0.0] * n  # probability that a round starts at this position
     for s, alive in zip(range(n), reach):
         if not alive:
@@ -151,17 +146,17 @@ def replay(
         k = min(draft_length, n - s - 1)
         lengths[k] += alive
         for depth in range(k):
-            i, chance = s + depth, rows[depth if deeper else 0]
+            i, chance = s + depth, accept[depth if accept[1:] else 0]
             reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
             alive *= chance[i]
         reach[s + k + 1] += alive  # the bonus is token s + k
-    return sum(lengths.values()), lengths
+    return lengths
 
 
 def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
     """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
     by_depth = [alpha.kept or alpha.texts for alpha in alphas[0].shorter.get(draft_length, alphas)]
-    return [replay(first, draft_length, deeper)[1] for first, *deeper in zip(*by_depth)]
+    return [replay(text, draft_length) for text in zip(*by_depth)]
 
 
 def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, dict[int, float]]:
