@@ -84,7 +84,7 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
 
 
 def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_draft_pays(folder, capsys, monkeypatch):
-    rows = [{"prompt": f"Tom has {i} apples", "category": "qa" if i % 2 else "math"} for i in range(6)]
+    rows = [{"prompt": f"Tom has {i} apples", "category": "qa" if i % 2 else "math"} for i in range(8)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "draft" / "README.md").write_text("# A draft\n\nUnder load, vllm: of an earlier check\n")
     pair = load(folder / "target", folder / "draft")
@@ -94,14 +94,14 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     assert main([word.replace("prompts.txt", "prompts.jsonl") for word in command(folder, *more, "--json")]) == 0
     found = json.loads(capsys.readouterr().out)
     (row,) = found["rows"]
-    assert [(part["category"], part["texts"]) for part in row["categories"]] == [("math", 3), ("qa", 3)]
+    assert [(part["category"], part["texts"]) for part in row["categories"]] == [("math", 4), ("qa", 4)]
     for part in row["categories"]:
         assert part["served_length"] == pytest.approx(part["predicted_length"])
     none, drafted = found["load"][:2], found["load"][2:]
     assert [(at["draft_length"], at["requests"]) for at in none + drafted] == [(None, 1), (None, 4), (3, 1), (3, 4)]
     for at in drafted:  # of all texts, whatever their number at a time
         assert at["served_length"] == pytest.approx(row["served_length"])
-        assert at["token_ms"] == pytest.approx(10 * 36 / 30)  # of six texts of six tokens the five after the first
+        assert at["token_ms"] == pytest.approx(10 * 48 / 40)  # of eight texts of six tokens the five after the first
     assert [at["speedup"] for at in drafted] == [pytest.approx(2), pytest.approx(2)]
     assert "speedup" not in none[0]
     (line,) = [line for line in (folder / "draft" / "README.md").read_text().splitlines() if "Under load" in line]
