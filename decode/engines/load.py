@@ -11,6 +11,7 @@ from decode.engines.check import ServedText, mean_length
 from decode.engines.server import Server
 from decode.files import Fields
 from decode.measure.benchmark import FILLED
+from decode.measure.machine import doubt
 from decode.measure.report import Row, cell
 from decode.measure.statistics import ratio_interval
 
@@ -47,7 +48,7 @@ def under_load(
 
 def paying_load(rows: Sequence[Row]) -> str:
     """Up to how many requests at a time a draft is faster than none, the interval of its speedup being above 1."""
-    faster = [row for row in rows if (row.get("speedup_ci95") or [0])[0] > 1]
+    faster = [row for row in rows if (row.get("speedup_ci95") or [0])[0] > 1 and not doubt(row)]
     if not faster:
         return "not surely faster than without a draft, of which six prompts or more have to show it"
     most = max(faster, key=lambda row: row["requests"])

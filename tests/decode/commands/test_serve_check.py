@@ -102,21 +102,22 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     for at in drafted:  # of all texts, whatever their number at a time
         assert at["served_length"] == pytest.approx(row["served_length"])
         assert at["token_ms"] == pytest.approx(10 * 48 / 40)  # of eight texts of six tokens the five after the first
-    assert [at["speedup"] for at in drafted] == [pytest.approx(2), pytest.approx(2)]
+    assert [at["speedup"] for at in drafted] == [pytest.approx(1.25), pytest.approx(1.25)]
     assert "speedup" not in none[0]
     (line,) = [line for line in (folder / "draft" / "README.md").read_text().splitlines() if "Under load" in line]
     assert line == f"Under load, vllm: {paying_load(found['load'])}" == found["pays"]
-    assert "up to a concurrency of 4 (2.00 (2.00–2.00), 3 drafted tokens, T = 0)" in line
+    assert "up to a concurrency of 4 (1.25 (1.25–1.25), 3 drafted tokens, T = 0)" in line
     slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 4 else at for at in drafted]
     assert "up to a concurrency of 1 (" in paying_load(slower)
     assert "not surely faster" in paying_load(none)
+    assert "not surely faster" in paying_load([at | {"speedup": 2.0} for at in drafted])  # more than is accepted
 
 
 class Timed(SimulatedEngine):
-    """It takes half as long with a draft."""
+    """It takes four fifths of the time with a draft."""
 
     def write(self, *args: Any, **options: Any) -> ServedText:
-        return replace(super().write(*args, **options), seconds=1.0 if self.draft is None else 0.5)
+        return replace(super().write(*args, **options), seconds=1.0 if self.draft is None else 0.8)
 
 
 class Half(SimulatedEngine):
