@@ -175,11 +175,12 @@ def export(run: Run) -> str:
     settings, trust = run.settings, run.settings.target.trust_remote_code
     chosen = run.chosen(settings.export.choose)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    if settings.student.draft.head:
-        export_head(*models, length=settings.student.steps, trust_remote_code=trust, name=chosen)
+    student = settings.student
+    if student.draft.head:
+        export_head(*models, length=student.steps, trust_remote_code=trust, name=chosen)
     else:
-        trust_draft = settings.student.trust_remote_code
-        export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen)
+        trust_draft, length = student.trust_remote_code, student.steps if student.steps > 1 else None
+        export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen, length=length)
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen

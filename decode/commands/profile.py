@@ -21,13 +21,12 @@ from decode.core.round import FORMULAS
 from decode.errors import UserError
 from decode.files import Fields, read_json, write_json
 from decode.measure import machine
-from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
+from decode.measure.acceptance import OfflineAlpha, as_drafted, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict
 from decode.measure.report import console_table
 from decode.measure.session import Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
-from decode.models.huggingface import mask_of
 from decode.models.open import Pair, load_tokenizer
 from decode.progress import output_console, working
 
@@ -85,14 +84,15 @@ def profile_pair(
                 "the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens"
             )
         texts = [(item.ids + answer, len(item.ids)) for item, answer in zip(items, answers)]
-        depth = DEPTH if mask_of(pair.draft) is None else longest  # deeper slots of one forward are worse
-        alphas = offline_alphas(pair.target, {"draft": pair.draft}, texts, warp, depth=depth)["draft"]
+        both = offline_alphas(pair.target, {"": pair.draft}, texts, warp, depth=longest, likeliest=True)
+        alphas = as_drafted(both, "", pair.draft)
     cost = session.costs["draft"]
     rounds, gains = cost.rounds, speedups_by_length(alphas, cost.rounds, longest)
     rows = [(k, 1e3 * rounds.round(1, k), break_even(k, rounds), gain) for k, gain in gains.items()]
     batches = forecast(rounds, alphas, min(longest, allowed or longest)) if settings.batch_sizes else {}
     lengths, about = [dict(zip(BY_LENGTH, row)) for row in rows], verdict(alphas[0].mean, rounds, gains)
-    conditions = {"prompts": len(items), "least_cost": cost.least, **load}
+    drafted = "drawn" if alphas is both[""] and not warp.greedy else "likeliest"
+    conditions = {"prompts": len(items), "least_cost": cost.least, "drafted_tokens": drafted, **load}
     if why := machine.doubt(conditions | {"speedup": gains[1]}):
         about = f"no speedup is predicted, since {why}"
     return PairProfile(cost, conditions, alphas[0], lengths, best_length(gains), about, batches, session)
@@ -139,7 +139,8 @@ def show(result: PairProfile) -> None:
     formulas = [FORMULAS[name] for name in ("cost_ratio", "verify_cost", "offline_alpha", "predicted_speedup")]
     costs = ", ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     of = result.conditions
-    line = f"{machine.conditions(of)}; α {alpha.mean:.4f} ± {alpha.se:.4f}, c {cost.cost_ratio:.3f}, {costs}"
+    measured = f"α of {of['drafted_tokens']} tokens {alpha.mean:.4f} ± {alpha.se:.4f}"
+    line = f"{machine.conditions(of)}; {measured}, c {cost.cost_ratio:.3f}, {costs}"
     console.print(machine.sentence(result.session.facts()), *result.session.how, *formulas, line, sep="\n")
     console.print(console_table("", BY_LENGTH, [of | row for row in result.lengths]))
     console.print(f"\n[bold]{result.verdict}", soft_wrap=True)

@@ -152,7 +152,7 @@ def acceptance_by_position(texts: Texts, clusters: Sequence[int] = ()) -> list[d
 
 
 FORMULAS = {
-    "alpha": "mean of Σₓ min(p(x), q(x)) over tested positions (greedy: agreement of the argmax)",
+    "alpha": "mean of Σₓ min(p(x), q(x)) over tested positions; of a drafted argmax its p (greedy: agreement)",
     "offline_alpha": "mean of Σₓ min(p(x), q(x)) over every response position of texts the target generated",
     "accepted_per_tested": "Σm / Σt: accepted over tested tokens; a round that drafts n tests t = min(m + 1, n)",
     "accepted_per_drafted": "Σm / Σn: accepted over drafted tokens",

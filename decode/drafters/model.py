@@ -275,9 +275,11 @@ class HeadDrafter(ModelDrafter):
     They wait until the head drafts, but no more than those of `PIECE` tokens do.
     """
 
-    def __init__(self, runner: DraftHeadRunner | MtpRunner, target: Model, warp: LogitsWarper) -> None:
+    def __init__(
+        self, runner: DraftHeadRunner | MtpRunner, target: Model, warp: LogitsWarper, *, sample: bool = True
+    ) -> None:
         super().__init__(runner, warp, target.vocab_size)
-        self.capture = runner.head.captured_layers
+        self.capture, self.sample = runner.head.captured_layers, sample
 
     def start(self, prompt: Prompt) -> ModelState:
         """The head has read nothing yet: see `feed`."""
@@ -327,17 +329,13 @@ class FeatureDrafter(HeadDrafter):
 class BlockDrafter(HeadDrafter):
     """Drafts a chain from one forward of a block head (DFlash and its descendants).
 
-    It holds the likeliest tokens, as engines serve such heads, or with `sample` tokens drawn from q. The former are a
+    It holds tokens drawn from q, or without `sample` the likeliest, as engines serve such heads. The latter are a
     deterministic draft, which exact rules accept with the target's probability. Drawn ones come from q given the tokens
     that were really drawn, which is 0 of ids that are no candidates where a scorer chooses among these; without a
     scorer all slots are drawn independently, so that their tokens need not fit together.
     """
 
     runner: BlockRunner
-
-    def __init__(self, runner: BlockRunner, target: Model, warp: LogitsWarper, *, sample: bool = False) -> None:
-        super().__init__(runner, target, warp)
-        self.sample = sample
 
     def _read_text(self, state: ModelState, ids: Ids) -> None:
         self.runner.read(state.cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.core.round import clustered_ratio
-from decode.core.sampling import LogitsWarper, Prefixes
+from decode.core.sampling import LogitsWarper, Prefixes, argmax, one_hot
 from decode.core.verify import overlap
 from decode.measure.statistics import equal_weights, p_value
 from decode.models.heads.eagle import DraftHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
 
-DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are assumed to equal the last
+DEPTH = 5  # drafted tokens of the accepted lengths by which drafts are compared; a block head drafts its block
 
 
 @dataclass
@@ -58,6 +59,14 @@ class OfflineAlpha:
 
 ByDraft = dict[str, list[OfflineAlpha]]
 """Acceptance by the name of a draft and by depth: as first, second, … drafted token."""
+LIKELIEST = ", likeliest"
+"""Behind the name of a draft whose likeliest tokens are drafted at any temperature; else they are drawn from q."""
+
+
+def as_drafted(measured: ByDraft, name: str, draft: DraftModel) -> list[OfflineAlpha]:
+    """The acceptance of a draft as its method drafts above temperature 0: a block head the likeliest tokens."""
+    block = isinstance(draft, DraftHead) and draft.kind == "block"
+    return measured.get(name + LIKELIEST * block, measured[name])
 
 
 def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
@@ -77,11 +86,14 @@ def offline_alphas(
     warp: LogitsWarper,
     *,
     depth: int = 1,
+    likeliest: bool = False,
     seen: Callable[[TeacherForcedLogits], None] | None = None,
 ) -> ByDraft:
     """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
 
-    Texts without a response are left out. `seen` is called once for every text, with its last logits.
+    Drafted tokens are drawn from q, and accepted with probability Σ min(p, q); with `likeliest` every draft is also
+    measured as one that drafts the argmax of q, which is accepted with its p, as its name and `LIKELIEST`. Texts
+    without a response are left out. `seen` is called once for every text, with its last logits.
 
     Returns:
         For each draft the acceptance as first drafted token; of feature heads then as second, third, … up to `depth`,
@@ -95,12 +107,13 @@ def offline_alphas(
         place, ids, at = forced.number, texts[forced.number][0], forced.at
         before = Prefixes.of(ids[:i] for i in range(at.start, at.stop)) if warp.needs_prefix else None
         p, written = warp(forced.p, before), torch.tensor([*ids[at]], device=forced.p.device)[:, None]
-        for draft, logits in forced.q.items():
-            known = found[forced.length]
-            if draft not in known:
-                known[draft] = [OfflineAlpha([[] for _ in texts], numbers, [[] for _ in texts]) for _ in logits]
-            for alpha, row in zip(known[draft], logits):
+        for (draft, logits), rule in product(forced.q.items(), ["", LIKELIEST][: 1 + likeliest]):
+            known, name = found[forced.length], draft + rule
+            if name not in known:
+                known[name] = [OfflineAlpha([[] for _ in texts], numbers, [[] for _ in texts]) for _ in logits]
+            for alpha, row in zip(known[name], logits):
                 q = warp(row, before)
+                q = one_hot(argmax(q), q) if rule else q
                 kept = (q.gather(-1, written) / p.gather(-1, written)).nan_to_num_(0.0).clamp_(max=1.0)[:, 0]
                 alpha.texts[place] += overlap(p, q).double().tolist()
                 alpha.kept[place] += kept.double().tolist()
@@ -109,7 +122,7 @@ def offline_alphas(
     for length in range(1, longest):
         for name, alphas in found[length].items():
             found[whole][name][0].shorter[length] = alphas
-    return {name: found[whole].get(name, [OfflineAlpha([])]) for name in drafts}
+    return {name: [OfflineAlpha([])] for name in drafts} | found[whole]
 
 
 def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
@@ -118,19 +131,14 @@ def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
     return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]
 
 
-def replay(
-    accept: Sequence[float], draft_length: int, deeper: Sequence[Sequence[float]] = ()
-) -> tuple[float, dict[int, float]]:
-    """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
+def replay(accept: Sequence[Sequence[float]], draft_length: int) -> dict[int, float]:
+    """Expected rounds over a text, by the number of drafted tokens: fewer than `draft_length` only where the text ends.
 
-    As the second, third, … token of a draft it is accepted with those of `deeper`, the last of which holds for all
-    deeper tokens. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
-
-    Returns:
-        The expected number of rounds, and the expected number of rounds by the number of drafted tokens (fewer
-        than `draft_length` only where the text ends).
+    As the d-th token of a draft, position i is accepted with probability ``accept[d - 1][i]`` once it is reached; a
+    language model has one row for all d. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that
+    decode this text.
     """
-    n, rows, lengths = len(accept), [accept, *deeper], defaultdict[int, float](float)
+    n, lengths = len(accept[0]), defaultdict[int, float](float)
     reach = [1.0] + [0.0] * n  # probability that a round starts at this position
     for s, alive in zip(range(n), reach):
         if not alive:
@@ -138,17 +146,17 @@ def replay(
         k = min(draft_length, n - s - 1)
         lengths[k] += alive
         for depth in range(k):
-            i, chance = s + depth, rows[min(depth, len(rows) - 1)]
+            i, chance = s + depth, accept[depth if accept[1:] else 0]
             reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
             alive *= chance[i]
         reach[s + k + 1] += alive  # the bonus is token s + k
-    return sum(lengths.values()), lengths
+    return lengths
 
 
 def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
     """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
     by_depth = [alpha.kept or alpha.texts for alpha in alphas[0].shorter.get(draft_length, alphas)]
-    return [replay(first, draft_length, deeper)[1] for first, *deeper in zip(*by_depth)]
+    return [replay(text, draft_length) for text in zip(*by_depth)]
 
 
 def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, dict[int, float]]:
@@ -159,10 +167,7 @@ def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, di
     return sum(alphas[0].counts), dict(rounds)
 
 
-def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int | None = None) -> float:
-    """Tokens per round of texts that are `replayed`, the target's own token included.
-
-    The drafts are as long as there are `alphas` by depth, at least `DEPTH`, unless a length is given.
-    """
-    tokens, rounds = replayed(alphas, draft_length or max(DEPTH, len(alphas)))
+def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int) -> float:
+    """Tokens per round of texts that are `replayed`, the target's own token included."""
+    tokens, rounds = replayed(alphas, draft_length)
     return tokens / max(1, sum(rounds.values()))

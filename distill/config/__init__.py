@@ -129,7 +129,7 @@ class TrainerSettings:
     """Validation examples used at each validation during training."""
     callbacks: list[Values] = field(default_factory=list)
     """Further Lightning callbacks: [{class_path: EarlyStopping, init_args: {monitor: validation_loss}}]. Also logged:
-    loss, validation_accuracy, and in distillation validation_alpha, _agreement and _accepted_length."""
+    loss, validation_accuracy, and in distillation validation_alpha, _likeliest, _agreement and _accepted_length."""
     extra: Values = field(default_factory=dict)
     """Further arguments of lightning.Trainer, such as {gradient_clip_val: 0.5} (1.0 without it)."""
 

@@ -25,7 +25,8 @@ Facts = dict[str, Any]
 HERE = Path(__file__).parent
 PROFILE = "speculation_profile.json"
 MEASURED = (
-    "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
+    "offline_alpha", "offline_alpha_likeliest", "alpha", "accepted_length", "accepted_per_drafted", "speedup",
+    "speedup_vs_generate",
 )  # fmt: skip
 """Rows of the card, by key of the profile."""
 
@@ -51,7 +52,7 @@ def export_profile(report: Report, draft: str) -> Facts:
         ``best_draft_length`` is absent if decoding was not measured.
     """
     row: Facts = next((row for row in report["drafts"] if row["name"] == draft), {})
-    profile = {key: row.get(key) for key in ("offline_alpha", "offline_alpha_se", "acceptance")}
+    profile = {key: value for key, value in row.items() if key.startswith(("offline_alpha", "acceptance"))}
     profile["trained_with"] = report.get("trained_with")
     if not (best := fastest_row(report, draft)):
         return profile
@@ -66,7 +67,6 @@ def export_profile(report: Report, draft: str) -> Facts:
         "doubt": why,
         "beside": beside(best),
         "best_draft_length": best["draft_length"],
-        "acceptance_by_position": best.get("acceptance_by_position"),
         "conditions": conditions | {"acceptance_rule": "exact"} | machine,
     }
 
@@ -85,7 +85,7 @@ def describe(
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=3)
     facts = {
         "kind": "draft" if mask_of(model) is None else "pard",
-        "mask_id": mask_of(model),
+        "mask_id": getattr(model, "mask_id", mask_of(model)),
         "target": name,
         "folder": folder,
         "target_type": target.model_type,
@@ -105,7 +105,6 @@ def describe(
         "longest": model.drafts,
         "captured_layers": list(model.captured_layers),
         "notes": [*kind.notes],
-        **kind.facts(model),
     }
 
 
@@ -123,7 +122,8 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
     measured, before = measured or {}, read_json(folder / PROFILE)
     method = "draft_model" if facts["kind"] in ("draft", "pard") else facts["kind"]
     profile = before | {"method": method, "num_speculative_tokens": length, "measured": measured}
-    profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
+    if trained := measured.get("trained_with"):
+        profile["trained_with"] = trained
     weights = before.get("weights") or weight_fingerprints(folder)
     write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})
     template = (HERE / "model_card.md").read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
         **facts, profile=measured, length=length, cell=cell, columns=COLUMNS,
         conditions=measured.get("conditions") or {},
         measured=[key for key in MEASURED if measured.get(key) is not None],
-        commands=commands(facts["target"], facts["folder"], exported_facts(folder)),
+        commands=commands(facts["target"], facts["folder"], (used := exported_facts(folder))), beyond=used["beyond"],
         positions=markdown(("position", "validation", "offline", "decoded"), measured.get("acceptance") or []),
     )  # fmt: skip
     write_text(folder / "README.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
@@ -153,10 +153,16 @@ def add_measurements(export_dir: str | Path, report: Report, draft: str) -> None
 
 
 def exported_facts(export_dir: str | Path) -> Facts:
-    """Returns what `commands` needs to know about an export; a run's report has it as ``exported``."""
+    """Returns what `commands` needs to know about an export; a run's report has it as ``exported``.
+
+    ``beyond`` says where the export is to draft more tokens than were trained.
+    """
     profile = read_json(Path(export_dir) / PROFILE)
     facts = {key: profile["export"][key] for key in ("kind", "gguf_type", "unserved")}
-    return {"length": profile["num_speculative_tokens"], **facts}
+    length = profile["num_speculative_tokens"]
+    trained = profile["export"].get("trained_length") or length
+    beyond = f" (more than the {trained} drafted tokens of its training)" * (length > trained)
+    return {"length": length, "beyond": beyond, **facts}
 
 
 def commands(target: str, draft: str, facts: Report) -> list[tuple[str, str, str]]:
@@ -167,7 +173,7 @@ def commands(target: str, draft: str, facts: Report) -> list[tuple[str, str, str
     values = {"target": target, "draft": draft, **facts}
     engines = yaml.safe_load((HERE / "serving_commands.yaml").read_text(encoding="utf-8"))
     return [
-        (engine["title"], engine["language"], Template(engine["lines"]).render(values))
+        (engine["title"] + facts.get("beyond", ""), engine["language"], Template(engine["lines"]).render(values))
         for engine in engines
         if facts["kind"] in engine["kinds"] and not engine["title"].lower().startswith(tuple(facts["unserved"]))
     ]

@@ -40,6 +40,7 @@ def export_draft(
     trust_remote_code: bool = False,
     trust_draft_code: bool = False,
     name: str = "",
+    length: int | None = None,
 ) -> Path:
     """Exports the draft for use with transformers, vLLM and SGLang; `add_measurements` adds what is measured later.
 
@@ -52,6 +53,7 @@ def export_draft(
         trust_remote_code: Run model code that comes with the folders.
         trust_draft_code: Run only the draft's.
         name: The draft's name in the run.
+        length: Drafted tokens per round that a draft with mask tokens was trained for. None: any number.
 
     Returns:
         ``out_dir``.
@@ -91,7 +93,7 @@ def export_draft(
             config.rotary_pct = config.rope_parameters.get("partial_rotary_factor", 1.0)
         model.generation_config = GenerationConfig(
             **special,
-            num_assistant_tokens=DRAFTED,
+            num_assistant_tokens=(drafted := min(DRAFTED, length or DRAFTED)),
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
@@ -99,7 +101,7 @@ def export_draft(
         tokenizer.save_pretrained(partial)
         facts = describe(model, target, str(target_dir), str(out_dir), settings.gguf)
         facts |= {"name": name, "trained_vocabulary": trained_vocabulary, "notes": [note] if note else []}
-        write_card(partial, facts, DRAFTED)
+        write_card(partial, facts | {"trained_length": length}, drafted)
         del model, config
         _check_reload(partial, probe, source, trust_draft_code)
     return out_dir

@@ -23,7 +23,7 @@ from decode.models.heads.files import HEAD, load_head, save_head
 from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
-from distill.export.draft import DRAFTED, check_export_path, check_gguf
+from distill.export.draft import check_export_path, check_gguf
 from distill.kinds.kind import of_model
 from distill.networks.models import hollow_target
 
@@ -39,7 +39,7 @@ def export_head(
     out_dir: str | Path,
     settings: ExportSettings,
     *,
-    length: int | None = None,
+    length: int,
     trust_remote_code: bool = False,
     name: str = "",
 ) -> Path:
@@ -53,7 +53,7 @@ def export_head(
         target_dir: Folder or Hub name of its target, of which embedding, output head and shape are read.
         out_dir: Destination.
         settings: Number format, and that of the GGUF files.
-        length: Drafted tokens per round, until the best number is measured. None: a block's length, else `DRAFTED`.
+        length: Drafted tokens per round that were trained: so many are drafted until the best number is measured.
         trust_remote_code: Run model code that comes with the target.
         name: The head's name in the run.
 
@@ -68,14 +68,13 @@ def export_head(
     head = load_head(head_dir, target)
     check_export_path(out_dir, of_model(head))
     check_gguf(settings, of_model(head), head)
-    length = length or head.drafts or DRAFTED
     length = min(length, head.drafts or length)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype, target)
         facts = describe(head, target.config, str(target_dir), str(out_dir), settings.gguf)
-        write_card(partial, facts | {"name": name}, length)
+        write_card(partial, facts | {"name": name, "trained_length": length}, length)
         again = load_head(partial, target)
         state = again.state_dict()
         other = [key for key, value in head.state_dict().items() if not value.to(target.dtype).equal(state[key])]

@@ -32,9 +32,11 @@ class Draft:
         depth: Tokens of a draft at which validation measures acceptance.
         steps: Most rows of a label token.
         monitor: The validation metric by which checkpoints are compared.
+        accepted: Of `distill.losses.chunked.Compared`, by which the accepted length counts: how its tokens are drafted
+            above temperature 0.
     """
 
-    monitor = "validation_accepted_length"
+    monitor, accepted = "validation_accepted_length", "alpha"
 
     def __init__(self, model: Any, depth: int, steps: int = 1) -> None:
         self.model, self.depth, self.steps = model, depth, steps
@@ -44,7 +46,7 @@ class Draft:
 
         Args:
             batch: Of `distill.data.dataset.completed`.
-            chance: What each text draws from; None: nothing is drawn, for validation.
+            chance: What each text draws from; empty: nothing is drawn; None: for validation, where it is not either.
         """
         raise NotImplementedError
 
@@ -114,7 +116,7 @@ def reference_losses(
 
     @torch.no_grad()
     def losses(batch: Batch) -> dict[str, Tensor]:
-        batch = on_device(reference.indexed(batch), device)
+        batch = on_device(reference.indexed(batch, []), device)
         table = torch.zeros(len(batch[PLACES]), steps, device=device)
         with forward_precision(precision, device):
             for rows in reference.every_row(batch, signal):

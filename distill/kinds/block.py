@@ -45,6 +45,7 @@ class BlockDraft(Draft):
     """
 
     model: BlockHead
+    accepted = "likeliest"
 
     def __init__(self, model: BlockHead, anchors: int) -> None:
         super().__init__(model, model.drafts, model.drafts)
@@ -312,10 +313,6 @@ class Block(Kind):
     @override
     def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> BlockDraft:
         return BlockDraft(model, student.block.anchors)
-
-    @override
-    def facts(self, model: BlockHead) -> Values:
-        return {"mask_id": model.mask_id}
 
 
 DFLASH = Block(name="dflash", version="dflash", rank=0)

@@ -31,7 +31,8 @@ class FeatureDraft(Draft):
     EAGLE-1's loss is the smooth L1 distance of its states from the target's and a tenth of the divergence.
 
     Attributes:
-        steps: Drafting steps.
+        steps: Drafting steps that are trained.
+        depth: Drafting steps that validation measures, whether they are trained or not.
         decay: Weight of each further drafting step's loss against the one before.
         noise: Width of the uniform noise on EAGLE-1's features, times 512 / length, as published.
     """
@@ -43,9 +44,10 @@ class FeatureDraft(Draft):
     @override
     def index(self, batch: Batch, chance: Chance | None) -> Batch:
         """The positions that drafts start from, which of them each row's does, and each row's label token and step."""
+        steps = self.depth if chance is None else self.steps
         place = batch[PLACES]
         position = place % batch["input_ids"].shape[1]
-        reached = [places(position > step) for step in range(self.steps)]
+        reached = [places(position > step) for step in range(steps)]
         begins = [place[at] - step - 1 for step, at in enumerate(reached)]
         starts = torch.cat(begins).unique()
         return {
@@ -66,7 +68,7 @@ class FeatureDraft(Draft):
         if self.noise and training:
             features = true + (torch.rand_like(true) - 0.5) * self.noise * 512 / true.shape[1]
         embeds = signal.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
-        unrolled = head.unroll(embeds, features, self.steps, batch["starts"])
+        unrolled = head.unroll(embeds, features, len(batch[GROUPS]), batch["starts"])
         parts = zip(unrolled, batch["begun"].split(batch[GROUPS]))
         state = torch.cat([states.index_select(0, begun) for states, begun in parts])
         weight: Tensor = self.decay ** step.to(torch.float32)

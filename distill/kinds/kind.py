@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_kind, load_head
 from decode.models.open import load_model
-from distill.config.base import Values
 from distill.config.kinds import KINDS, kind_of
 from distill.config.models import StudentSettings
 from distill.kinds.base import Draft
@@ -104,10 +103,6 @@ class Kind:
     def draft(self, model: nn.Module, student: Any, *, accepted_only: bool = False) -> Draft:
         """The model in training."""
         raise NotImplementedError
-
-    def facts(self, model: Any) -> Values:
-        """What the model card says of it."""
-        return {}
 
 
 def of_model(model: Any) -> Kind:

@@ -84,11 +84,13 @@ class Compared:
     Attributes:
         losses: Divergence of every row, ``[rows]``.
         alpha: Σ min(p, q), ``[rows]``; not set without ``metrics``.
+        likeliest: p of the draft's most probable token, ``[rows]``; not set without ``metrics``.
         agreement: 1 where the draft's most probable token is the target's, ``[rows]``; not set without ``metrics``.
     """
 
     losses: Tensor
     alpha: Tensor
+    likeliest: Tensor
     agreement: Tensor
 
 
@@ -109,14 +111,14 @@ def compare(
         divergence: The loss.
         only: Indices of the rows, ascending; the results are of these alone. None: all.
         gradients: Collects the rows' gradients.
-        metrics: Measure alpha and agreement too.
+        metrics: Measure acceptance too.
         compiled: Use kernels of torch.compile.
     """
     head, vocab, count = rows.head, rows.vocab, len(rows) if only is None else len(only)
     hidden = rows.hidden.to(head.linear.weight.dtype)
     fewest = FEWEST_NARROW if gradients is not None and gradients.narrow else FEWEST_ROWS
     size = max(fewest, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // (4 * vocab))
-    values = hidden.new_empty(3, count, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    values = hidden.new_empty(4, count, dtype=torch.promote_types(hidden.dtype, torch.float32))
     evaluate = _compiled if compiled else _chunk
     with loss_precision(hidden.device):
         for start in range(0, count, size):
@@ -202,13 +204,13 @@ def _label_rows(hidden: Tensor, head: LMHead, labels: Tensor) -> Rows:
 
 
 def _chunk(products: Tensor, target: TargetRows, head: LMHead, divergence: Divergence, metrics: bool) -> list[Tensor]:
-    """Returns losses, with metrics alpha and agreement, each ``[rows]``, of the linear layer's ``products``."""
+    """Returns losses, with metrics acceptance too, each ``[rows]``, of the linear layer's ``products``."""
     logits = head.finish(products)
     pair = target.compare(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     measures = [divergence.loss(pair)]
     if metrics:
         with torch.no_grad():
-            measures += [pair.accepted(), pair.agreement()]
+            measures += pair.accepted()
     return measures
 
 

@@ -144,20 +144,23 @@ class TokenDistributions:
         log_q = self.log_q if self.target.ids is None else self.logits.log_softmax(-1)
         return functional.nll_loss(log_q, labels, reduction="none", ignore_index=-1)
 
-    def agreement(self) -> Tensor:
-        """Returns 1 where the draft's most probable token is the target's, ``[rows]``."""
-        target = self.target
-        best = self.log_p.argmax(-1) if target.ids is None else target.ids[:, 0]
+    def accepted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the acceptance of each row by how its token is drafted, ``[rows]`` each.
+
+        Returns:
+            Σ min(p, q), if it is drawn from q; p of the draft's most probable token, 0 where it is not known; and 1
+            where that token is the target's most probable one.
+        """
+        target, p, ids = self.target, self.p, self.target.ids
+        p, drafted = p if target.mass is None else p * target.mass[:, None], self.logits.argmax(-1, keepdim=True)
+        best = self.log_p.argmax(-1) if ids is None else ids[:, 0]
         if target.values is None:
             assert target.labels is not None
             best = target.labels
-        same = best.eq(self.logits.argmax(-1)).to(self.log_q.dtype)
-        return same if target.learnable is None else same * target.learnable
-
-    def accepted(self) -> Tensor:
-        """Returns Σ min of the target's and the draft's probabilities, ``[rows]``, where p holds the share ``mass``."""
-        mass = self.target.mass
-        return self.alpha if mass is None else torch.minimum(self.p * mass[:, None], self.q).sum(-1)
+        same = best.eq(drafted[:, 0]).to(p.dtype)
+        same = same if target.learnable is None else same * target.learnable
+        there = p.gather(1, drafted) if ids is None else p[:, : ids.shape[1]] * (ids == drafted)
+        return torch.minimum(p, self.q).sum(-1), there.sum(-1), same
 
 
 @dataclass(frozen=True)

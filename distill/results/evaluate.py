@@ -4,16 +4,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import zip_longest
 from typing import cast
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from decode.core.draft import Ids
 from decode.engines.check import serving_facts
 from decode.measure.acceptance import (
     DEPTH,
+    LIKELIEST,
     ByDraft,
+    as_drafted,
     offline_accepted_length,
     offline_alphas,
     paired,
@@ -23,12 +25,10 @@ from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
-from decode.models.huggingface import mask_of
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import current, working
 from distill.config import EvaluationSettings, Settings
-from distill.config.models import StudentSettings
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
@@ -45,18 +45,6 @@ def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float
     asked, warp = [list(prompt.ids) for prompt in prompts], own_warp(session.model, temperature, {})
     texts = session.written(asked, warp, BATCH, current().advance)
     return [([*ids, *text], len(ids)) for ids, text in zip(asked, texts)]
-
-
-def acceptance(
-    target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], temperature: float,
-    depth: int = DEPTH,
-) -> ByDraft:  # fmt: skip
-    """Returns offline_alpha of every draft on texts of the target; each text advances the current piece of work.
-
-    Of a feature head and of a PARD draft ``depth`` drafted tokens are measured, of block heads all.
-    """
-    work, warp = current(), own_warp(target, temperature, {})
-    return offline_alphas(target, drafts, texts, warp, depth=depth, seen=lambda _: work.advance())
 
 
 def evaluate(run: Run) -> Row:
@@ -85,9 +73,9 @@ def evaluate(run: Run) -> Row:
     session = Session(target, models, run.tokenizer, options)
     texts: dict[str, list[Text]] = {}
     alphas: dict[str, ByDraft] = {}
-    student, depth = settings.student, DEPTH
-    if mask_of(models[best]) is not None:  # deeper slots are worse, so that those that are replayed are measured
-        depth = max(DEPTH, student.steps, student.block.size - 1)
+    student = settings.student
+    # the drafted tokens of the reported accepted lengths, and of a block, with which tables compare kinds
+    lengths = [student.draft.longest(student, wanted) for wanted in (DEPTH, student.block.size - 1)]
     decoding: list[Row] = []
     if followed := described(target, own_warp(target, 1.0, {})):
         run.console.print(followed, soft_wrap=True)
@@ -97,7 +85,10 @@ def evaluate(run: Run) -> Row:
         judged = texts[mode][: measured.prompts]
         answered = sum(len(ids) > n for ids, n in judged)
         with working(run.console, f"acceptance, {mode}", answered, leave=True):
-            alphas[mode] = acceptance(target, models, judged, temperature, depth)
+            alphas[mode] = offline_alphas(
+                target, models, judged, own_warp(target, temperature, {}), depth=max(*lengths, student.steps),
+                likeliest=temperature > 0, seen=lambda _: current().advance(),
+            )  # fmt: skip
     if measured.decode_prompts:
         timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
         with working(run.console, "decoding", leave=True):
@@ -106,16 +97,20 @@ def evaluate(run: Run) -> Row:
     if suite.score is not None:
         answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
         accuracy = statistics.fmean(map(suite.score, suite.prompts, answers))
-    drafts = [_draft(run, name, models[name], alphas, decoding) for name in models]
+    drafts = [_draft(run, name, models[name], alphas, decoding, lengths[0]) for name in models]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": {"parameters": target.num_parameters(), "accuracy": accuracy},
         "drafts": drafts,
         "more_texts": doubled(run.settings, [row for row in drafts if row["name"] in run.settings.drafts]),
-        "paired": _pairs(run, best, alphas),
+        "paired": [
+            {"a": best, "b": name, "label": "T = 1"} | paired(alphas["sampled"][name][0], alphas["sampled"][best][0])
+            for name in run.drafts
+            if name != best
+        ],
         "decoding": decoding,
         "profile": {"draft": best},
-        "texts": {mode: _texts(by_draft, student) for mode, by_draft in alphas.items()},
+        "texts": {mode: _texts(models, by_draft, lengths) for mode, by_draft in alphas.items()},
         "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
         "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
     }
@@ -124,8 +119,8 @@ def evaluate(run: Run) -> Row:
 def doubled(settings: Settings, rows: Sequence[Row]) -> str:
     """What twice the texts would give, by a line through the accepted lengths over the logarithm of the tokens.
 
-    Empty unless the drafts differ in ``training.examples`` alone, with as many passes, and there are four numbers of
-    tokens, without which the slope has no error.
+    ± is the standard error of an observation there. Empty unless the drafts differ in ``training.examples`` alone, with
+    as many passes, and there are four numbers of tokens, without which the line has no error.
     """
     drafts = settings.drafts.values()
     passes = [replace(draft.training_of(settings.training), examples=None) for draft in drafts]
@@ -137,30 +132,33 @@ def doubled(settings: Settings, rows: Sequence[Row]) -> str:
     )
     if len({*tokens}) < max(4, len(rows), len(passes)):
         return ""
-    (slope, start), spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
+    line, spread = np.polyfit(x := np.log2(tokens), lengths, 1, cov=True)
+    twice, left = np.array([x.max() + 1, 1.0]), lengths - np.polyval(line, x)
+    error = float(twice @ spread @ twice + left @ left / (len(x) - 2)) ** 0.5
     return (
-        f"Accepted length, greedy = {start:.2f} + {slope:.3f} · log2(teacher tokens). Extrapolated, twice the texts "
-        f"would give {slope * (x.max() + 1) + start:.2f}, {slope:+.3f} ± {spread[0, 0] ** 0.5:.3f}."
+        f"Accepted length, greedy = {line[1]:.2f} + {line[0]:.3f} · log2(teacher tokens). Extrapolated, twice the texts"
+        f" would give {twice @ line:.2f} ± {error:.2f}."
     )
 
 
 # -- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def _draft(run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft], decoding: Sequence[Row]) -> Row:
+def _draft(
+    run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft], decoding: Sequence[Row], length: int
+) -> Row:
     record, (best, _) = run.draft_record(name), run.best(name)
-    sampled, greedy = alphas["sampled"][name], alphas["greedy"][name]
+    sampled, greedy = alphas["sampled"], alphas["greedy"][name]
+    measured = {"": sampled[name], "_likeliest": sampled.get(name + LIKELIEST, greedy), "_greedy": greedy}
     fastest = fastest_row({"decoding": [row for row in decoding if row["temperature"] == 0]}, name)
     return {
         "name": name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "offline_alpha": sampled[0].mean,
-        "offline_alpha_se": sampled[0].se,
-        "offline_accepted_length": offline_accepted_length(sampled),
-        "greedy_accepted_length": offline_accepted_length(greedy),
-        "offline_alpha_greedy": greedy[0].mean,
-        "offline_alpha_greedy_se": greedy[0].se,
-        "alpha_by_position": [alpha.mean for alpha in sampled],
+        **{f"offline_alpha{rule}": first.mean for rule, (first, *_) in measured.items()},
+        **{f"offline_alpha{rule}_se": first.se for rule, (first, *_) in measured.items()},
+        "offline_accepted_length": offline_accepted_length(as_drafted(sampled, name, model), length),
+        "greedy_accepted_length": offline_accepted_length(greedy, length),
+        "alpha_by_position": [alpha.mean for alpha in sampled[name]],
         **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},
         **record.account,
         "seconds": record.seconds,
@@ -169,56 +167,37 @@ def _draft(run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft]
     }
 
 
-def _pairs(run: Run, best: str, alphas: Mapping[str, ByDraft]) -> list[Row]:
-    """Returns the differences of the exported draft from the others, and of each draft from its reference.
-
-    The last row of each decoding mode compares the first draft with the student before distillation.
-    """
-    pairs = [(best, name) for name in run.drafts if name != best]
-    pairs += [(name, draft.reference) for name, draft in run.settings.drafts.items() if draft.reference]
-    pairs.append((run.trained[0], run.start))
-    labels = {"sampled": "T = 1", "greedy": "greedy"}
-    return [
-        {"a": a, "b": b, "label": labels[mode]} | paired(by_draft[b][0], by_draft[a][0])
-        for mode, by_draft in alphas.items() for a, b in dict.fromkeys(pairs)
-    ]  # fmt: skip
-
-
-def _texts(by_draft: ByDraft, student: StudentSettings) -> Row:
+def _texts(models: Mapping[str, DraftModel], by_draft: ByDraft, lengths: Sequence[int]) -> Row:
     """Returns positions, prompt, summed acceptance and rounds of every text, by which drafts of runs are compared.
 
-    The rounds are by the length of the drafts: that of the reported accepted length, and that of a block.
+    The rounds are by the length of the drafts.
     """
     (first, *_), *_ = by_draft.values()
-    block = student.draft.longest(student, student.block.size - 1)
     return {
         "counts": first.counts,
         "prompts": first.prompts,
         "drafts": {
             name: {
-                "sums": alphas[0].sums,
+                "sums": by_draft[name][0].sums,
                 "rounds": {
-                    length: [sum(text.values()) for text in rounds_of_texts(alphas, length)]
-                    for length in dict.fromkeys((max(DEPTH, len(alphas)), block))
+                    length: [sum(text.values()) for text in rounds_of_texts(as_drafted(by_draft, name, model), length)]
+                    for length in dict.fromkeys(lengths)
                 },
             }
-            for name, alphas in by_draft.items()
+            for name, model in models.items()
         },
     }
 
 
 def by_position(offline: Sequence[float], validation: Mapping[str, float], decoded: Sequence[Row]) -> list[Row]:
     """Returns the greedy acceptance of each drafted token; a language model has one number offline, for all of them."""
-    rows = []
-    for i in range(max(len(offline), len(decoded))):
-        depth = min(i, len(offline) - 1)
-        rows.append({
-            "position": i + 1,
-            "validation": validation.get(f"agreement_{i + 1}" if depth else "agreement"),
-            "offline": offline[depth],
-            "decoded": decoded[i]["conditional"] if i < len(decoded) else None,
-        })  # fmt: skip
-    return rows
+    offline = [*offline] * max(1, len(decoded)) if len(offline) == 1 else offline
+    pairs = zip_longest(offline, (row["conditional"] for row in decoded))
+    columns = "position", "validation", "offline", "decoded"
+    return [
+        dict(zip(columns, (i, validation.get(f"agreement_{i}" if i > 1 else "agreement"), *rates)))
+        for i, rates in enumerate(pairs, 1)
+    ]
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ DRAFTS = (
     "difference", "significance",
 )  # fmt: skip
 TRAINING = (
-    "name", "parameters", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
-    "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "seconds",
+    "name", "parameters", "offline_accepted_length", "offline_alpha_likeliest", "offline_alpha_greedy",
+    "validation_alpha", "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens",
+    "selected_tokens", "seconds",
 )  # fmt: skip
 ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 """Columns of the tables."""

@@ -363,20 +363,21 @@ class DistillModule(TrainingModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds up divergence, and alpha and top-1 agreement by position in the draft, whatever the selection."""
+        """Adds up divergence, and acceptance by position in the draft, whatever the selection: see `Compared`."""
         batch = self.indexed(batch)
         _, rows, measured = self(batch, training=False)
         place = batch[PLACES]
         first = measured.losses[rows.step == 0]
         self.measure("loss", first.sum(), len(first))
-        for name, accepted in (("alpha", measured.alpha), ("agreement", measured.agreement)):
-            positions = acceptance_by_position(rows, accepted, place, self.draft.depth)
+        for name in ("alpha", "likeliest", "agreement"):
+            positions = acceptance_by_position(rows, getattr(measured, name), place, self.draft.depth)
             for position, (total, count) in enumerate(positions, 1):
                 self.measure(name if position == 1 else f"{name}_{position}", total, count)
 
     def further(self, values: Metrics) -> Metrics:
-        """Adds the accepted length 1 + α₁ + α₁·α₂ + …."""
-        alphas = [values["alpha"], *(values[f"alpha_{i}"] for i in range(2, self.draft.depth + 1))]
+        """Adds the accepted length 1 + α₁ + α₁·α₂ + … of tokens that are drafted as `Draft.accepted` says."""
+        name, deeper = self.draft.accepted, range(2, self.draft.depth + 1)
+        alphas = [values[name], *(values[f"{name}_{i}"] for i in deeper)]
         return values | {"accepted_length": 1 + sum(accumulate(alphas, operator.mul))}
 
 
@@ -385,7 +386,7 @@ def acceptance_by_position(rows: Rows, accepted: Tensor, place: Tensor, depth: i
 
     aᵢ is the acceptance of a draft's i-th token and wᵢ the product of those before it, so that their ratio is the
     acceptance of position i given that the draft is accepted up to there. Drafts that a text's end cuts short count
-    up to that end. The last drafting step holds for deeper positions.
+    up to that end. A language model without drafting steps drafts a token alike at every position.
 
     Args:
         rows: Of a batch.
@@ -393,10 +394,9 @@ def acceptance_by_position(rows: Rows, accepted: Tensor, place: Tensor, depth: i
         place: Where each of the batch's label tokens lies among all its tokens, ``[label tokens]``, ascending.
         depth: Positions of a draft.
     """
-    last = int(rows.step.max()) if len(rows) else 0
     reached = torch.ones(int(place[-1:].sum()) + depth, dtype=torch.float64, device=place.device)
     for i in range(depth):
-        some = places(rows.step == min(i, last))
+        some = places(rows.step == (i if rows.groups else 0))
         starts = place[rows.at[some]] - i + depth - 1  # shifted: none is negative
         weight = reached[starts]
         walked = weight * accepted[some]

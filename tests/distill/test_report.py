@@ -20,11 +20,12 @@ from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.engines.check import serving_facts
 from decode.files import read_json
+from decode.measure.acceptance import offline_alphas
 from distill.config import DraftSettings, EvaluationSettings, Settings
 from distill.config.models import StudentSettings
 from distill.export.card import export_profile
 from distill.pipeline import measure
-from distill.results.evaluate import acceptance, by_position
+from distill.results.evaluate import by_position
 from distill.results.report import console_tables, draft_rows, opening, write_report
 from distill.results.tracking import numbers_of
 from distill.run import Run
@@ -176,9 +177,9 @@ def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path
     assert {row["name"] for row in draft_rows(report) if row.get("significance")} == others
     profile = read_json(run.export / "speculation_profile.json")
     (row,) = (row for row in report["drafts"] if row["name"] == name)
-    assert profile["acceptance"] == row["acceptance"]
+    assert profile["measured"]["acceptance"] == row["acceptance"]
     offline = row["offline_alpha_greedy"]
-    first, *later = profile["acceptance"]
+    first, *later = row["acceptance"]
     assert (first["offline"], first["validation"]) == (offline, run.best(name)[0]["agreement"])
     assert all(row["offline"] == offline for row in later)
     trained = serving_facts(run.load_target(), run.target, run.tokenizer, chat=False)
@@ -195,7 +196,7 @@ def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(kind: str,
     assert run.best("head")[0] == history[kept]
     made = by_position([0.75, 0.5], run.best("head")[0], [{"conditional": share} for share in (0.7, 0.4, 0.3)])
     rows = [(row["position"], row["validation"], row["offline"], row["decoded"]) for row in made]
-    assert rows == [(1, values[kept][1], 0.75, 0.7), (2, values[kept][2], 0.5, 0.4), (3, None, 0.5, 0.3)]
+    assert rows == [(1, values[kept][1], 0.75, 0.7), (2, values[kept][2], 0.5, 0.4), (3, None, None, 0.3)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -203,8 +204,8 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     target = tiny("llama")
     drafts = {"model": resembling(target, 0.2), "head": make_head(target, 3)}
     texts = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
-    measured = acceptance(target, drafts, texts, temperature)
     warp = LogitsWarper(temperature)
+    measured = offline_alphas(target, drafts, texts, warp, depth=5)
     assert {name: len(by_depth) for name, by_depth in measured.items()} == {"model": 1, "head": 5}
     for name, given in drafts.items():
         alone = offline_alpha(target, given, texts, warp)

@@ -206,7 +206,7 @@ def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draf
         block: Any = make_block_head(target, kind, **{"layers": 1, "block": 3} | shape)
         return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token
     head = make_head(target, kind_of(kind).version)
-    draft = FeatureDraft(head.train(), steps, 5, 0.8)
+    draft = FeatureDraft(head.train(), steps, steps, 0.8)
     draft.noise = 0.0
     return draft, Signal(target, reader=head)
 

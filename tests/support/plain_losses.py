@@ -38,7 +38,10 @@ def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None)
     best = target.labels if target.values is None else best
     agreement = (best == logits.argmax(-1)).to(losses.dtype)
     with torch.no_grad():
-        alpha = pair.accepted()
+        mass = 1.0 if target.mass is None else target.mass[:, None]
+        alpha = torch.minimum(pair.p * mass, pair.q).sum(-1)
+        p = torch.zeros_like(logits).scatter(1, target.ids.long(), pair.p[:, :-1]) if target.ids is not None else pair.p
+        likeliest = (p * mass * functional.one_hot(logits.argmax(-1), logits.shape[1])).sum(-1)
     picked = slice(None) if chosen is None else chosen
     total = (losses if rows.weight is None else losses * rows.weight)[picked].sum()
-    return total, Compared(losses.detach()[picked], alpha[picked], agreement[picked])
+    return total, Compared(losses.detach()[picked], alpha[picked], likeliest[picked], agreement[picked])

@@ -72,7 +72,9 @@ def test_the_command_prints_what_it_measured_and_writes_the_draft_lengths_by_bat
     run(settings)
     printed = capsys.readouterr()
     result = json.loads(printed.out)
-    assert {"cost_ratio", "verify_cost", "offline_alpha", "best_draft_length", "verdict"} <= set(result)
+    assert {"cost_ratio", "verify_cost", "offline_alpha", "drafted_tokens", "best_draft_length", "verdict"} <= set(
+        result
+    )
     assert f"into {profile}" in printed.err
     content = json.loads(profile.read_text())
     assert content["served"] == []

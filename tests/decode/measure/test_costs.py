@@ -65,7 +65,9 @@ def test_accepted_lengths_of_certain_acceptances_by_hand() -> None:
     assert offline_accepted_length([OfflineAlpha([[1, 1, 0, 1, 1, 1], [0, 0]])], 2) == 8 / 4
     first, never = OfflineAlpha([[1.0] * 40]), OfflineAlpha([[0.0] * 40])  # a head whose later tokens are rejected
     assert offline_accepted_length([first], 4) == pytest.approx(5.0)
-    assert offline_accepted_length([first, never], 4) == pytest.approx(2.0)
+    assert offline_accepted_length([first, never, never], 3) == pytest.approx(2.0)
+    with pytest.raises(IndexError):  # no depth of a head stands for another one
+        offline_accepted_length([first, never], 4)
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])
@@ -77,8 +79,8 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     out = decode(runner, build("vanilla", parts), warp, prompt, max_new_tokens=40)
     alpha = offline_alpha(target, draft, [(out.ids, len(prompt))], warp)
     assert 0 < sum(alpha.texts[0]) < len(alpha.texts[0])
-    rounds, lengths = replay(alpha.texts[0], length)
-    assert rounds == len(out.rounds)
+    lengths = replay([alpha.texts[0]], length)
+    assert sum(lengths.values()) == len(out.rounds)
     assert sorted(k for k, n in lengths.items() for _ in range(round(n))) == sorted(r.drafted for r in out.rounds)
 
 

@@ -24,7 +24,7 @@ from decode.drafters.model import BlockDrafter, Step
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
 from decode.loop import Method, Text, run
-from decode.measure.acceptance import offline_alphas
+from decode.measure.acceptance import as_drafted, offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
@@ -242,10 +242,11 @@ def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> 
 
 @pytest.mark.parametrize(("version", "block"), [("dflash", 5), ("dspark", 4), ("dflash2", 5)])
 def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(version: str, block: int, double) -> None:
-    """In blocks of every length, whose slots see each other."""
+    """In blocks of every length, whose slots see each other; of drawn tokens, and of the likeliest by p of these."""
     target = double("llama", vocab_size=SMALL)
     head, ids, start = make_block_head(target, version, block=block), [*PROMPT, 5, 6, 2, 7], len(PROMPT)
-    (found,) = offline_alphas(target, {"": head}, [(ids, start)], LogitsWarper(1.0), depth=3).values()
+    both = offline_alphas(target, {"": head}, [(ids, start)], LogitsWarper(1.0), depth=3, likeliest=True)
+    found, certain = both[""], as_drafted(both, "", head)
     p = response_logits(target, ids, start).softmax(-1)
     lengths = {head.drafts: found} | found[0].shorter
     assert sorted(lengths) == list(range(1, head.drafts + 1))
@@ -258,6 +259,9 @@ def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(versio
             rows = plain_scores(head, target, ids[: anchor + 1], ids[anchor + 1 : anchor + 1 + i], count)
             q = rows[i].softmax(-1)
             assert alpha.texts[0][row] == pytest.approx(torch.minimum(p[row], q).sum().item(), rel=1e-6)
+            likeliest, drafted = certain[0].shorter.get(count, certain)[i], int(q.argmax())
+            assert likeliest.texts[0][row] == pytest.approx(p[row, drafted].item(), rel=1e-6)
+            assert likeliest.kept[0][row] == (drafted == ids[start + row])
 
 
 @pytest.mark.parametrize("version", ["dflash", "dspark", "dflash2"])

@@ -61,7 +61,9 @@ def test_what_twice_the_tokens_would_give_is_told_of_a_curve_alone() -> None:
     rows = [{"teacher_tokens": 100 * 2**i, "greedy_accepted_length": 1 + 0.25 * i} for i in range(4)]
     drafts = {f"{n}": DraftSettings(training={"epochs": 2, "examples": n}) for n in (8, 16, 32, 64)}
     curve = AblateSettings(drafts=drafts)
-    assert "twice the texts would give 2.00, +0.250 ± 0.000" in doubled(curve, rows)
+    assert "twice the texts would give 2.00 ± 0.00" in doubled(curve, rows)
+    bent = [row | {"greedy_accepted_length": 1 + 0.1 * i**2} for i, row in enumerate(rows)]
+    assert "twice the texts would give 2.10 ± 0.22" in doubled(curve, bent)
     assert doubled(curve, rows[:3]) == doubled(curve, [*rows, rows[0]]) == ""
     for other in (DraftSettings(training={"epochs": 3}), DraftSettings("8", training={"epochs": 2})):
         assert doubled(AblateSettings(drafts=drafts | {"128": other}), rows) == ""

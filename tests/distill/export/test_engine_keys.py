@@ -278,7 +278,7 @@ def test_engines_of_a_head_s_card_read_all_that_changes_what_it_computes(name: s
     save_head(head, tmp_path / "trained")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        out = export_head(tmp_path / "trained", folder / "target", tmp_path / "out", ExportSettings())
+        out = export_head(tmp_path / "trained", folder / "target", tmp_path / "out", ExportSettings(), length=4)
     offered = {"eagle": {"sglang"}}.get(kind, EVERY)
     assert check(out, kind) == offered - refused
     profile = read_json(out / "speculation_profile.json")["export"]

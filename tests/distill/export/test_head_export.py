@@ -11,7 +11,7 @@ import torch
 from families import NEEDED, build_tiny, with_layers
 from heads import drafted, filed_head, make_head
 from pairs import make_tokenizer
-from run_report import FULL
+from run_report import FULL, changed, decoding
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -76,6 +76,10 @@ def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path) ->
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in head.state_dict().items())
     add_measurements(out, FULL, "adaspec")
     assert read(out)[0]["num_assistant_tokens"] == 2
+    assert "of its training" not in read(out)[2]
+    add_measurements(out, changed(decoding=[decoding("adaspec", 0.0, 8, 3.0)]), "adaspec")
+    assert "\nSGLang (more than the 7 drafted tokens of its training):" in read(out)[2]
+    assert "draft 8 tokens a round (more than the 7 drafted tokens of its training), which" in read(out)[2]
     assert read_json(out / "speculation_profile.json")["method"] == {1: "eagle", 3: "eagle3"}[version]
     if version == 1:
         return
@@ -214,7 +218,7 @@ def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path, monkeypatch
     (tmp_path / "tuned").mkdir()
     head.config.num_assistant_tokens, head.target_config.quantization_config = 1, config["quantization_config"]
     save_head(head, tmp_path / "tuned")
-    export_head(tmp_path / "tuned", folder, out, ExportSettings())
+    export_head(tmp_path / "tuned", folder, out, ExportSettings(), length=3)
     assert "quantization_config" not in read_json(out / "config.json")
     assert not any("scale" in name for name in load_file(out / "model.safetensors"))
     replace_layers(out, folder)

@@ -48,7 +48,7 @@ def make(tiny, tmp_path, monkeypatch) -> Any:
             return opened, *draft_of(kind, opened, steps, **shape)
         opened = with_layers(tmp_path, monkeypatch, "Mellum")
         head = load_mtp(opened)
-        return opened, FeatureDraft(head.train(), steps, 5, 0.6), Signal(opened, reader=head)
+        return opened, FeatureDraft(head.train(), steps, steps, 0.6), Signal(opened, reader=head)
 
     return made
 

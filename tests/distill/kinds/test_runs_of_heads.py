@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, NEEDED, build_tiny, in_double, with_layers
@@ -71,7 +72,9 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
         ):  # an EAGLE-3 head that starts from the target's layer has little to learn here
             assert history[-1]["loss"] < history[0]["loss"], stage
             assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
-            assert "alpha_4" not in history[-1]  # a block drafts three tokens
+            assert "alpha_4" not in history[-1]  # a block drafts three tokens, the likeliest at any temperature
+            kept = np.cumprod([history[-1][f"likeliest{i}"] for i in ("", "_2", "_3")])
+            assert history[-1]["accepted_length"] == pytest.approx(1 + kept.sum())
             assert {window for window, _ in head.kinds} == {settings.student.block.window}
     plain, chosen = (made.record(stage).account for stage in ("distillspec", "adaspec"))
     assert plain["selected_tokens"] == plain["teacher_tokens"] == chosen["teacher_tokens"]

@@ -90,7 +90,7 @@ def close(found: Result, wanted: Result) -> bool:
 
 
 def measures(found: Result) -> list[Tensor]:
-    return [found[1].losses, found[1].alpha, found[1].agreement]
+    return [found[1].losses, found[1].alpha, found[1].likeliest, found[1].agreement]
 
 
 def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any) -> Iterator[tuple[Result, Result]]:
@@ -294,18 +294,18 @@ def test_a_divergence_agrees_with_its_formula_by_hand(name) -> None:
     assert rows.alpha.tolist() == pytest.approx([ALPHA, 1.0])
 
 
-def test_alpha_and_agreement_by_hand() -> None:
+def test_acceptance_of_drawn_and_of_likeliest_tokens_and_agreement_by_hand() -> None:
     p, q = ([0.7, 0.2, 0.1], [0.3, 0.6, 0.1]), ([0.5, 0.5, 1e-9], [0.8, 0.2, 1e-9])
     target = TargetRows(torch.tensor(q).log(), 3)
     rows = target.compare(torch.tensor(p).log())
-    assert rows.accepted().tolist() == pytest.approx([0.7, 0.5], abs=1e-5)
-    assert rows.agreement().tolist() == [1.0, 0.0]
+    found = [values.tolist() for values in rows.accepted()]
+    assert found == [pytest.approx(row, abs=1e-5) for row in ([0.7, 0.5], [0.5, 0.2], [1.0, 0.0])]
     target.mass, target.learnable = (
         torch.tensor([0.5, 1.0]),
         torch.tensor([0.0, 1.0]),
     )  # the head drafts a part of the ids
-    assert rows.accepted().tolist() == pytest.approx([0.45, 0.5], abs=1e-5)
-    assert rows.agreement().tolist() == [0.0, 0.0]
+    found = [values.tolist() for values in rows.accepted()]
+    assert found == [pytest.approx(row, abs=1e-5) for row in ([0.45, 0.5], [0.25, 0.2], [0.0, 0.0])]
 
 
 # -- which tokens are chosen --------------------------------------------------------------------------------------------

@@ -13,20 +13,26 @@ import numpy as np
 import pytest
 import torch
 from families import build_tiny, in_double
-from heads import draft_of
+from heads import draft_of, learned_head
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from plain_losses import plain_loss
 from rich.console import Console
-from some_rows import TRAINING, add_column, add_losses, attached, everything, some_rows
+from some_rows import TRAINING, add_column, add_losses, attached, everything, from_lists, some_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.loop import decode
+from decode.methods import MethodInputs, build
+from decode.models.check import open_draft_runner, open_runner
+from decode.options import MethodOptions
 from distill.config import DraftSettings, TrainerSettings
 from distill.data.dataset import IGNORE, PLACES, DistillDataModule, Examples, Schedule, TrainingBatches, label_mask
+from distill.kinds.eagle import FeatureDraft
 from distill.kinds.language_model import LanguageModelDraft
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows
@@ -193,18 +199,16 @@ def validated(module: Any, batches: Iterable[dict[str, Any]]) -> list[dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("at", "values", "position_2", "length"),
+    ("at", "values", "position_2"),
     [
         # one step: drafts from row i are accepted by row i, then row i + 1, …; a text's end and a gap cut them
-        (None, [0.5, 0.4, 0.2, 1.0, 0.6], (0.5 * 0.4 + 0.4 * 0.2 + 1.0 * 0.6) / (0.5 + 0.4 + 1.0), None),
-        # a head: its second step accepts other rows, and of the first row none follows it
-        ([1, 4], [0.5, 0.4, 0.2, 1.0, 0.6, 0.9, 0.3], (0.5 * 0.9 + 1.0 * 0.3) / (0.5 + 1.0), None),
-        # the same acceptance everywhere
-        ([1, 2, 4], [0.5] * 8, 0.5, 1 + 0.5 + 0.25 + 0.125),
+        (None, [0.5, 0.4, 0.2, 1.0, 0.6], (0.5 * 0.4 + 0.4 * 0.2 + 1.0 * 0.6) / (0.5 + 0.4 + 1.0)),
+        # a head: its second step accepts other rows, of the first row none follows it, and further steps have no rows
+        ([1, 4], [0.5, 0.4, 0.2, 1.0, 0.6, 0.9, 0.3], (0.5 * 0.9 + 1.0 * 0.3) / (0.5 + 1.0)),
     ],
 )
 def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_each_draft(
-    at, values: list[float], position_2: float, length: float | None, tiny, monkeypatch
+    at, values: list[float], position_2: float, tiny, monkeypatch
 ) -> None:
     labels = torch.full((2, 6), IGNORE)
     labels[0, 2:5], labels[1, 1:3] = 7, 7  # three label rows, then two of another text
@@ -212,12 +216,40 @@ def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_e
     rows = Rows(torch.zeros(len(alpha), 1), LMHead.of(nn.Linear(1, 1)), TargetRows(None, 1), 5)
     if at is not None:
         rows.at, rows.step = torch.tensor([0, 1, 2, 3, 4, *at]), torch.tensor([0] * 5 + [1] * len(at))
-    monkeypatch.setattr(module, "forward", lambda *_, **__: (torch.zeros(()), rows, Compared(alpha, alpha, alpha)))
+        rows.groups = [5, len(at)]
+    monkeypatch.setattr(
+        module, "forward", lambda *_, **__: (torch.zeros(()), rows, Compared(alpha, alpha, alpha, alpha))
+    )
     (history,) = validated(module, [{"labels": labels, "input_ids": labels}])
     assert history["alpha"] == pytest.approx(sum(values[:5]) / 5)
     assert history["alpha_2"] == history["agreement_2"] == pytest.approx(position_2)
     reached = np.cumprod([history[name] for name in ("alpha", "alpha_2", "alpha_3", "alpha_4", "alpha_5")])
-    assert history["accepted_length"] == pytest.approx(length or 1 + sum(reached), abs=1e-6)
+    assert history["accepted_length"] == pytest.approx(1 + sum(reached), abs=1e-6)
+    assert (history["alpha_3"] == 0) == (at is not None)
+
+
+def test_every_position_that_validation_shows_is_that_of_decoding_also_beyond_the_trained_steps(tiny) -> None:
+    """A head that learned three drafting steps drafts five tokens after each token of the target's greedy texts."""
+    target, warp = tiny("llama", num_hidden_layers=4), LogitsWarper()
+    prompts, steps = [[3, 7, 1, 9], [12, 40, 2, 5, 8], [6, 6, 21], [30, 4, 17, 2], [1, 44, 9]], range(5)
+    head = learned_head(target, prompts, captured_layers=(0, 1, 2), steps=60)
+    runner, texts, reached = open_runner(target), [], np.zeros((len(steps) + 1, 2))
+    drafter = open_draft_runner(head, target)
+    inputs = MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=len(steps)))
+    for prompt in prompts:
+        ids = decode(runner, build("autoregressive", inputs), warp, prompt, max_new_tokens=32).ids
+        texts.append((ids, [IGNORE] * len(prompt) + ids[len(prompt) :]))
+        for start in range(len(prompt), len(ids)):
+            (first, *_) = decode(
+                runner, build("eagle", inputs), warp, ids[:start], max_new_tokens=len(steps) + 1
+            ).rounds
+            for i in steps[: len(ids) - start]:
+                reached[i] += first.accepted >= i, first.accepted > i
+    module = DistillModule(FeatureDraft(head, 3, len(steps), 0.8), Signal(target, reader=head), TRAINING, 4)
+    (history,) = validated(attached(module).eval(), [everything(from_lists(*zip(*texts)))])
+    shown = [history["agreement" + f"_{i + 1}" * (i > 0)] for i in steps]
+    assert shown == pytest.approx([accepted / n for n, accepted in reached[:-1]], abs=1e-6)
+    assert min(shown[:3]) > max(shown[3:]) > 0
 
 
 def test_validation_means_are_over_label_tokens_whatever_the_batches(tiny) -> None:
