@@ -365,7 +365,7 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
         raise UserError(
             f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {categories}"
         )
-    if option not in preset.groups:
+    if not option:
         named = [group.get(category, category) for category in named]
     counts = Counter[str]()
 
