@@ -263,12 +263,8 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
         Token ids ``[n]`` (long); never one of zero weight.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
-    share = u * cdf[:, -1:]
     # right: the first index whose cdf exceeds the share
-    if cdf.is_cpu:  # in half of torch's time
-        index = torch.tensor([row.searchsorted(s, "right") for row, s in zip(cdf.numpy(), share.numpy()[:, 0])])
-    else:
-        index = torch.searchsorted(cdf, share, right=True)[:, 0]
+    index = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0]
     return index.clamp_(max=weights.shape[-1] - 1)
 
 

@@ -16,6 +16,7 @@ from enumeration import (
     Experiment,
     ScriptedRunner,
     enumerate_runs,
+    joint_bias,
     next_logits,
     random_table,
 )
@@ -105,9 +106,7 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
         warm_up(experiment, system)
         adaptive = name not in ("length", "unsure", "copy", "suffix", "hf-constant")
         assert ((stop.threshold.value, stop.window) != start) == adaptive
-    for rule in (BlockVerification(), Exact()):
-        system.rule = rule
-        assert experiment.bias(system) < TOLERANCE
+    assert experiment.bias(system) < TOLERANCE
     if stop.confidence is not None and (name, warm) != ("entropy", False):
         assert len({trace[0].drafted for trace in experiment.traces}) > 1  # where it stops depends on chance
 
@@ -383,6 +382,16 @@ def blocks(draft: ScriptedRunner, stop: StopRule | None = None, warp: LogitsWarp
     return Method("blocks", ModelDrafter(draft, warp, vocab), stop or StopRule(5), BlockVerification())
 
 
+@pytest.mark.parametrize("name", STOPS)
+def test_verification_by_blocks_is_lossless_with_every_stop_rule(name: str, scripted_clock) -> None:
+    experiment, draft = scripted_pair(tokens=3, **APART)
+    scripted_clock(experiment)
+    system = blocks(draft, STOPS[name](parts(experiment, draft)))
+    assert experiment.bias(system) < TOLERANCE
+    warm_up(experiment, system)
+    assert experiment.bias(system) < TOLERANCE
+
+
 @pytest.mark.parametrize("draft_vocab", [2, 6])
 @pytest.mark.parametrize("stop_ids", [(), (0,)])
 def test_verification_by_blocks_is_lossless_over_other_vocabularies(
@@ -406,6 +415,13 @@ def test_verification_by_blocks_is_lossless_in_single_precision() -> None:
 
 def _single(logits: Callable[[tuple[int, ...]], Tensor], context: tuple[int, ...]) -> Tensor:
     return logits(context).float()
+
+
+def test_texts_verified_by_blocks_together_are_lossless() -> None:
+    experiment, draft = scripted_pair(2, **APART)
+    system, prompts = blocks(draft, StopRule(2), vocab=2), [[0, 1, 1], [1], [0, 0]]
+    assert joint_bias(experiment.target, system, SAMPLE, prompts, 2, batch_size=2) < TOLERANCE
+    assert joint_bias(experiment.target, system, SAMPLE, prompts[:2], 3) < TOLERANCE
 
 
 def accepted(experiment: Experiment, system: Method) -> float:
