@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,18 @@ def writing_error(error: BaseException | None) -> OSError | None:
     return None
 
 
+def unused(path: Path) -> Path:
+    """The first of PATH.old-1, PATH.old-2, … that is not there."""
+    names = (path.with_name(f"{path.name}.old-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path, keep: Path | None = None) -> Iterator[Path]:
     """Yield a path in a temporary folder beside `path`, where a file, folder or link is made that then takes its place.
 
-    After a failure the old one stays. Files get the permissions of any new file: safetensors gives its maker's alone.
+    A folder that was there becomes `keep`, or is removed. After a failure the old one stays. Files get the permissions
+    of any new file: safetensors gives its maker's alone.
 
     Raises:
         OSError: Nothing can be written there, or the disk is full; it names `path`.
@@ -50,7 +58,7 @@ def replaced(path: Path) -> Iterator[Path]:
             for file in [] if new.is_symlink() else filter(Path.is_file, [new, *new.rglob("*")]):
                 file.chmod(stat.S_IMODE(plain.stat().st_mode))
             if new.is_dir() and os.path.lexists(path):  # a link may lead nowhere
-                path.rename(old := Path(scratch, ".old"))
+                path.rename(old := keep or Path(scratch, ".old"))
                 try:
                     new.replace(path)
                 except OSError:

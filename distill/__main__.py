@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> None:
     if "--show-example" in modes:
         return pipeline.show_example(settings)
     ranks.restart(settings.trainer, "distill", argv)
-    pipeline.run_pipeline(settings)
+    pipeline.run_pipeline(settings, show="--dry-run" not in modes)
     if "--dry-run" in modes:
         command = f"python -m distill {shlex.join(argv)}"
-        print(f"\nthe dry run is through, and its figures are of random models; to train: {command}")
+        print(f"\nthe dry run is through, of random models, whose results are not shown; to train: {command}")
     return None
 
 

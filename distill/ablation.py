@@ -8,7 +8,6 @@ decoded. A killed run continues.
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,8 @@ from rich.console import Console
 
 from decode.core.round import clustered_ratio
 from decode.files import read_json, replaced, write_json, write_text
-from decode.measure import machine
 from decode.measure.report import COLUMNS, comma_separated, console_table, markdown
-from decode.measure.statistics import plain
+from decode.measure.statistics import equal_weights, p_value, plain
 from decode.measure.suites import Row
 from decode.progress import output_console
 from distill import ranks
@@ -27,10 +25,22 @@ from distill.pipeline import run_pipeline
 from distill.results.evaluate import doubled
 
 GAINS = {"gain": ("sampled", "sums"), "greedy_gain": ("greedy", "sums"), "length_gain": ("sampled", "rounds")}
-"""Columns that compare a draft with the first one on the same texts, by decoding mode and what each text has."""
+"""Columns that compare a draft with another one on the same texts, by decoding mode and what each text has."""
 LENGTHS = {"offline_accepted_length": "sampled", "greedy_accepted_length": "greedy"}
 WRITTEN = ("corpus", "prompts", "responses")  # folders of a run's work that do not depend on the student
-TABLE = ("name", "seeds", "offline_alpha", *LENGTHS, *GAINS, "teacher_tokens", "seconds")
+ACCOUNT = (
+    "optimiser_steps",
+    "teacher_tokens",
+    "seconds",
+    "offline_alpha",
+    "greedy_accepted_per_tested",
+    "alpha_by_position",
+)
+"""Numbers of a draft whose mean over seeds is taken."""
+TABLE = (
+    "name", "seeds", "offline_alpha", *LENGTHS, "greedy_accepted_per_tested",
+    *(key for gain in GAINS for key in (gain, f"{gain}_p")), "teacher_tokens", "seconds",
+)  # fmt: skip
 Line = tuple[Row, Sequence[str]]
 """A run's report, and the names of a draft's seeds in it, in the same order for all drafts."""
 
@@ -58,11 +68,14 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
             if (works[0] / part).is_dir() and not (work / part).exists():
                 with replaced(work / part) as aside:  # whole or not at all
                     shutil.copytree(works[0] / part, aside)
-        report = read_json(run_pipeline(each, console).folder / "report.json")
+        report = read_json(run_pipeline(each, console, show=False).folder / "report.json")
         lines |= {f"{kind}{name}": (report, seeded) for name, seeded in names.items()}
-        rows = table(lines, full.student.block.size - 1 if kinds else None)
+        rows = table(lines, full.student.block.size - 1 if kinds else None, settings.ablation.against)
         more = doubled(settings, rows) if len(kinds) < 2 else ""
-        write_table(folder / "ablation.md", rows, more, console)
+        write_table(folder / "ablation.md", rows, more)
+    console.print(console_table("", TABLE, rows))
+    console.print(more, end="", highlight=False)
+    console.print(str(folder / "ablation.md"), highlight=False)
     return folder
 
 
@@ -77,16 +90,18 @@ def _of_kind(settings: AblateSettings, kind: str) -> AblateSettings:
     return changed
 
 
-def table(lines: Mapping[str, Line], length: int | None = None) -> list[Row]:
-    """Returns a row for each line of the table: α, gains over the first line, and what the training of a seed took.
+def table(lines: Mapping[str, Line], length: int | None = None, against: str | None = None) -> list[Row]:
+    """Returns a row for each line of the table: α, gains over one of the lines, and what the training of a seed took.
 
-    ``length`` is that of the drafts of the accepted lengths; None: as the runs report them.
+    ``length`` is that of the drafts of the accepted lengths; None: as the runs report them. The gains are over the line
+    ``against``; None: the first. The p-values are times the number of lines that are compared with it.
     """
-    rows, first = list[Row](), dict[str, np.ndarray]()
+    rows = list[Row]()
+    base, over = next(iter(lines)) if against is None else against, max(1, len(lines) - 1)
     for label, (report, names) in lines.items():
         seeds = [next(row for row in report["drafts"] if row["name"] == name) for name in names]
         row = seeds[0] | {"name": label, "seeds": len(names)}
-        for key in ("optimiser_steps", "teacher_tokens", "seconds", "offline_alpha", "alpha_by_position"):
+        for key in ACCOUNT:
             row[key] = np.mean([each[key] for each in seeds], 0)
         for key, mode in LENGTHS.items():
             rounds = _by_text(report, mode, "rounds", names, length)
@@ -95,9 +110,9 @@ def table(lines: Mapping[str, Line], length: int | None = None) -> list[Row]:
             values, texts = _by_text(report, mode, what, names, length), report["texts"][mode]
             if gain == "gain":
                 row["offline_alpha_se"] = clustered_ratio(values.mean(0), texts["counts"], texts["prompts"])[1]
-            if gain in first:
-                row |= _gain(gain, first[gain], values, texts)
-            first.setdefault(gain, values)
+            if base in lines and label != base:
+                other, others = lines[base]
+                row |= _gain(gain, _by_text(other, mode, what, others, length), values, texts, over)
         rows.append(plain(row))
     return rows
 
@@ -110,8 +125,11 @@ def _by_text(report: Row, mode: str, what: str, names: Sequence[str], length: in
     return np.array(found)
 
 
-def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
-    """Returns the mean difference over seeds of ``[seeds, texts]``, with errors over seeds and over texts."""
+def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row, comparisons: int) -> Row:
+    """Returns the mean difference over seeds of ``[seeds, texts]``, with its error over seeds and texts, and p.
+
+    p is the larger one of the seeds' own error and of both together (see `p_value`), times the number of comparisons.
+    """
     change, whole = values - base, sum(texts["counts"])
     by_seed, scale = change.sum(1) / whole, 1.0
     if name == "length_gain":  # tokens / rounds change by the rounds per token, times both lengths
@@ -119,18 +137,17 @@ def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
         by_seed, scale = lengths[1] - lengths[0], float(np.mean(lengths[0] * lengths[1]))
     of_seeds = np.std(by_seed, ddof=1) / len(by_seed) ** 0.5 if len(by_seed) > 1 else 0.0
     of_texts = scale * clustered_ratio(change.mean(0), texts["counts"], texts["prompts"])[1]
-    return {name: by_seed.mean(), f"{name}_se": np.hypot(of_seeds, of_texts), f"{name}_by_seed": by_seed}
+    gain, error = by_seed.mean(), np.hypot(of_seeds, of_texts)
+    p = p_value(gain, error, equal_weights(np.bincount(texts["prompts"], texts["counts"])))
+    if len(by_seed) > 1:
+        p = max(p, p_value(gain, of_seeds, len(by_seed)))
+    return {name: gain, f"{name}_se": error, f"{name}_by_seed": by_seed, f"{name}_p": min(1.0, p * comparisons)}
 
 
-def write_table(path: Path, rows: Sequence[Row], more: str, console: Console) -> None:
-    """Writes the table in Markdown with ``more`` and the definitions of its columns, as CSV and JSON, and prints it."""
+def write_table(path: Path, rows: Sequence[Row], more: str) -> None:
+    """Writes the table in Markdown with ``more`` and the definitions of its columns, as CSV and JSON."""
     formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in TABLE if COLUMNS[key].formula}
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"created": created, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
-    write_json(path.with_suffix(".json"), content)
+    write_json(path.with_suffix(".json"), {"drafts": rows})
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
     write_text(path, f"{markdown(TABLE, rows)}\n\n{more}\n\n{legend}\n")
-    write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
-    console.print(console_table("", TABLE, rows))
-    console.print(more, highlight=False)
-    console.print(str(path), highlight=False)
+    write_text(path.with_suffix(".csv"), comma_separated(rows))

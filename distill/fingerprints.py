@@ -17,6 +17,8 @@ from distill.files import files_state, fingerprint
 
 VERSION = 5
 """Raised when a change of the code changes what a stage produces."""
+MEASURES = 1
+"""Raised when a change of the code changes what a report holds."""
 
 READ: dict[str, tuple[str, ...]] = {
     "chat": ("data.chat_template", "data.tokenizer"),
@@ -57,7 +59,7 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.trust_remote_code",
+    "name", "output_dir", "tracker", "tags", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
     "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.urls", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validation_examples",
 )  # fmt: skip
@@ -145,7 +147,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
 def measurement_fingerprint(settings: Settings) -> str:
     """Return the fingerprint of everything that evaluation, export and report depend on."""
     names = list(stage_fingerprints(settings).values())
-    return fingerprint(VERSION, names, settings.data.test_examples, inputs(settings, ["measurement"]))
+    return fingerprint(VERSION, MEASURES, names, settings.data.test_examples, inputs(settings, ["measurement"]))
 
 
 def _value(settings: Settings, name: str, stage: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from decode.files import read_json, scratch_folder, write_json, write_text
+from decode.files import read_json, scratch_folder, unused, write_json, write_text
 from decode.progress import working
 from distill import ranks
 from distill.config import Settings
@@ -20,7 +20,7 @@ from distill.engine.vllm import FOLDER, server_command, server_gpus
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
-from distill.files import sizes
+from distill.files import fingerprint, sizes
 from distill.fingerprints import measurement_fingerprint, stage_fingerprints
 from distill.networks.models import multiplies_bfloat16, open_frozen
 from distill.responses.target import answered_texts
@@ -32,8 +32,10 @@ from distill.stages import run_stages
 
 
 @ranks.together()
-def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
+def run_pipeline(settings: Settings, console: Console | None = None, *, show: bool = True) -> Run:
     """Do everything that ``python -m distill`` does, in each of the processes that were started.
+
+    The results are printed at the end where they are to be shown.
 
     Raises:
         decode.errors.UserError: Settings, data or models that cannot be used.
@@ -56,7 +58,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
             finish(run.logger)
         ranks.barrier()
     if first:
-        if report:
+        if report and show:
             run.console.print()
             run.console.print(console_tables(report))
             run.console.print(f"\nreport  {run.folder / 'report.html'}", highlight=False)
@@ -149,7 +151,8 @@ def measure(run: Run) -> Values:
         run.line("the report or the export is not as it was written, and is made again")
     run.logger = tried(run.logger, run.line)
     write_settings(settings, run.folder / "settings.yaml")
-    chosen = export(run)
+    chosen, exported = export(run, before.get("draft"))
+    write_json(note, before | {"draft": exported})  # so that a killed evaluation leaves no second export
     if evaluated:
         with working(run.console, "evaluation", bars=False):
             measured = evaluate(run)
@@ -165,25 +168,33 @@ def measure(run: Run) -> Values:
             "this process has no memory for the target, so that nothing is measured; on a machine that has: "
             f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
-    write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
+    write_json(note, {"fingerprint": key, "target": target, "draft": exported, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report
 
 
-def export(run: Run) -> str:
-    """Export the draft that the settings choose, and return its name."""
+def export(run: Run, before: str | None) -> tuple[str, str]:
+    """Export the draft that the settings choose, and return its name and what it was made from.
+
+    An export that was made from something else is kept beside it, unless ``overwrite`` is set.
+    """
     settings, trust = run.settings, run.settings.target.trust_remote_code
-    chosen = run.chosen(settings.export.choose)
+    chosen, keep = run.chosen(settings.export.choose), None
+    key = fingerprint(run.draft_record(chosen).fingerprint, asdict(settings.export))
+    if run.export.exists() and before != key and not settings.overwrite:
+        keep = unused(run.export)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    student = settings.student
+    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=keep)
     if student.draft.head:
-        export_head(*models, length=student.steps, trust_remote_code=trust, name=chosen)
+        export_head(*models, length=student.steps, **how)
     else:
-        trust_draft, length = student.trust_remote_code, student.steps if student.steps > 1 else None
-        export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen, length=length)
+        length = student.steps if student.steps > 1 else None
+        export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
+    if keep is not None:
+        run.line(f"{keep} is the export of other settings or files that was there")
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    return chosen
+    return chosen, key
 
 
 def write_settings(settings: Settings, path: Path) -> None:

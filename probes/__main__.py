@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     if ranks.environment().world_size() == 1:
         settings.validate()
     ranks.restart(settings.trainer, "probes", given)
-    run_probes(settings)
+    run_probes(settings, results=not dry_run)
+    if dry_run:
+        print("\nthe dry run is through, of random models, whose results are not shown")
 
 
 if __name__ == "__main__":

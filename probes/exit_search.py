@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from decode.drafters.probe import KINDS
 from decode.files import Fields
-from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
+from decode.measure.benchmark import BenchEntry, Benchmark, speed_ratio
 from decode.measure.session import BenchOptions, Session
-from decode.measure.statistics import median_interval, plain
+from decode.measure.statistics import plain
 from decode.measure.suites import Prompt, Suite
 from decode.methods import kind_of
 from decode.options import MethodOptions
@@ -97,8 +97,7 @@ def best_settings(
         record = records[row["name"]]
         row |= described(row, by_name.get(row["name"])) | {"top_p": warp.top_p, "tried": counts.get(row["method"])}
         if record.texts and reference.texts:
-            middle, interval = median_interval(paired_ratios(record, reference))
-            row |= {"speedup_vs_layerskip": middle, "speedup_vs_layerskip_ci95": interval}
+            row["speedup_vs_layerskip"], row["speedup_vs_layerskip_ci95"] = speed_ratio(record, reference)
     return [plain(row) for row in rows], [plain(row) for row in tried.values()]
 
 

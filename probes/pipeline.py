@@ -33,11 +33,11 @@ from probes.settings import ProbeSettings, ProbesSettings
 
 
 @ranks.together()
-def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fields:
+def run_probes(settings: ProbesSettings, console: Console | None = None, *, results: bool = True) -> Fields:
     """Train probes, evaluate them, choose an exit, run the best settings and report; return what report.json gains.
 
     The target is trained first if it is missing or was made from other settings. All processes train it and write its
-    texts together; the first one does the rest, and the others return nothing.
+    texts together; the first one does the rest, and the others return nothing. Results are printed where asked for.
 
     Raises:
         UserError: Settings, data or models cannot be used, or another process works in the run's folder.
@@ -77,7 +77,8 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
             ranks.barrier()
     finally:
         torch.set_num_threads(threads)
-    show(run.console, added, run.folder / "probes.html")
+    if results:
+        show(run.console, added, run.folder / "probes.html")
     return added
 
 

@@ -1,17 +1,17 @@
 """Tables and the page of ``python -m probes``."""
 
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
-from decode.measure import machine, plots
+from decode.measure import machine
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Figure, Row, Section, Table, cell, console_table, write_page
+from decode.measure.report import Row, Section, Table, cell, console_table, doubts, write_page
+from decode.measure.statistics import finite
 
-SCORED = ("confidence_probe", "token_probability", "entropy")  # what the probe is compared with
-METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
+SCORED = ("token_probability", "confidence_probe", "entropy")  # what the probe is compared with
+METRICS = ("auroc", *(f"auroc_{other}" for other in SCORED), "brier", "ece")
 SPEEDS = (
     "title", "exit_layer", "draft_length", "threshold", "tried", "tokens_per_second", "speedup_vs_layerskip", "speedup",
     "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
@@ -37,63 +37,52 @@ def best_of(added: Row, mode: str) -> Row:
 
 
 def answer(added: Row, mode: str) -> str:
-    """Return a sentence on the fastest method of a mode, or why its speedup is no result, and one on its exit.
-
-    The latter gives agreement (not of the label top-p) and speed of the exits that the method was tried at.
-    """
-    if not (best := best_of(added, mode)):
-        return f"{mode}: no method was run."
-    if why := doubt(best):
-        return f"{mode}: no speedup is given, since {why}."
-    rows = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]
-    alphas = {row["layer"]: f"α {row['alpha']:.3f}, " for row in rows}
-    speeds = fastest_by_exit(added, mode)[best["method"]]
-    facts = [f"exit layer {layer}: {alphas.get(layer, '')}{speed:.2f}" for layer, speed in speeds]
-    return (
-        f"{mode}: {best['title']} with exit layer {best['exit_layer']} is fastest, {cell(best, 'speedup')} times "
-        f"decoding without a draft, {conditions(best)}. Its speedup by exit, on validation prompts: {'; '.join(facts)}."
+    """Return a sentence on what the probes of a mode can do, and one on the fastest method."""
+    pairs = [
+        f"{row['auroc']:.3f} and {row['auroc_token_probability']:.3f} at exit layer {row['layer']}"
+        for row in added["probes"] if row["mode"] == mode and finite(row["auroc"])
+    ]  # fmt: skip
+    text, best = (
+        f"{mode}: AUROC of the probe and of the token's own probability {', '.join(pairs)}.",
+        best_of(added, mode),
     )
-
-
-def fastest_by_exit(added: Row, mode: str) -> dict[str, list[tuple[int, float]]]:
-    """Return each method's exit layers with the speedup of the fastest setting tried there on validation prompts."""
-    speeds = defaultdict[str, dict[int, float]](dict)
-    for row in sorted(of_mode(added["probe_settings"]["tried"], mode), key=lambda row: row["speedup"] or 0.0):
-        speeds[row["method"]][row["exit_layer"]] = row["speedup"] or 0.0
-    return {method: sorted(by_exit.items()) for method, by_exit in speeds.items()}
+    if not best:
+        return f"{text} No method was run."
+    if doubt(best):
+        return f"{text} The speedups are no results."
+    how = f"{best['title']} with exit layer {best['exit_layer']} is fastest, {cell(best, 'speedup')} times decoding"
+    return f"{text} {how} without a draft, {conditions(best)}."
 
 
 def tables(added: Row) -> list[Table]:
     """Return the tables of scores and of speeds."""
-    scores, speeds = list[Table](), list[Table]()
+    scores, timed = list[Table](), list[Table]()
     for mode, title in titles(added).items():
         rows = [row for row in added["probes"] if row["mode"] == mode]
         scores.append(Table(("layer", "alpha", "base_rate", *METRICS), rows, f"Scores on test prompts, {title}"))
         runs = of_mode(added["self_speculation"], mode)
-        told = "".join(f"; {conditions(row)}" for row in runs[:1])
-        speeds.append(Table(SPEEDS, runs, f"Each method at its fastest setting, {title}{told}"))
-    return scores + speeds
+        timed.append(Table(SPEEDS, runs, f"Each method at its fastest setting, {title}"))
+    return scores + timed
 
 
 def show(console: Console, added: Row, page: Path) -> None:
-    """Print the tables, the answers, and where the page is."""
+    """Print the tables, the answers, why speedups are no results, and where the page is."""
     for table in tables(added) if added else ():
         if table.rows:
             console.print(console_table(f"\n{table.title}", table.keys, table.rows))
-    console.print("\n".join([*added.get("probe_findings", []), f"  {page}"]), highlight=False, soft_wrap=True)
+    lines = [*added.get("probe_findings", []), doubts(added.get("self_speculation", [])), f"  {page}"]
+    console.print("\n".join(filter(None, lines)), highlight=False, soft_wrap=True)
 
 
 def write_report(path: Path, name: str, added: Row) -> None:
     """Write the page of a run with what `probes.pipeline` adds to report.json."""
     settings, run = added["probe_settings"], path.parent
-    how = "each method at its fastest setting for that exit; few prompts, by which settings are chosen"
-    tried, figures, commands = list[Table](), list[Figure](), dict[str, str]()
+    tried, commands = list[Table](), dict[str, str]()
     for mode in titles(added):
-        rows, title = of_mode(settings["tried"], mode), f"Settings tried on validation prompts, {mode}"
+        title = f"Settings tried on validation prompts, {mode}"
+        # that these are few prompts is no doubt
+        rows: list[Row] = [{**row, "prompts": None} for row in of_mode(settings["tried"], mode)]
         tried.append(Table(SPEEDS, rows, title, True))
-        if speeds := fastest_by_exit(added, mode):
-            title = f"Speedup by exit on validation prompts, {mode}"
-            figures.append((plots.lines(speeds, title, "layers before the exit", "speedup (×)"), how))
         if best := best_of(added, mode):
             where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
             where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
@@ -101,7 +90,7 @@ def write_report(path: Path, name: str, added: Row) -> None:
     tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
     sections = [
         Section("Results", tables=tables(added)),
-        Section("The choice of the exit", tables=tried, figures=figures),
+        Section("The choice of the exit", tables=tried),
         Section("Use", code=commands),
         Section("Provenance", facts={"machine": machine.sentence(settings["machine"]), "tokens": tokens}, folded=True),
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import devices
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other programs do decides nothing, nor how wide the terminal is that pytest-xdist tells its workers."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(machine, "_times", lambda: (time.perf_counter(), 0.0, 0.0))
+    monkeypatch.setattr(machine, "timed", lambda _: nullcontext({"cpu_share": 1.0}))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""``python -m decode bench``: from settings to tables, report.json and a page."""
+"""``python -m decode bench``: from settings to tables and a page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ from decode.drafters.corpus import join_documents
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
 from decode.measure.benchmark import BenchEntry, Benchmark, plan
-from decode.measure.report import answers, console_tables, write_report
+from decode.measure.report import answers, console_tables, doubts, write_report
 from decode.measure.session import Session
 from decode.methods import BASELINES, METHODS, Parts, kind_of, refusal, with_options
 from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
@@ -102,7 +102,7 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
         options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
 
     Returns:
-        A row for each method, temperature and batch size, with the fields of ``methods`` in ``report.json``.
+        A row for each method, temperature and batch size, with the fields of ``methods`` in ``bench-DATE.json``.
 
     Raises:
         UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
@@ -152,5 +152,5 @@ def run(settings: BenchSettings) -> None:
             console.print(*console_tables(benchmark.rows), sep="\n")
             lines = [f"{benchmark.stopped}: stopped early"] if benchmark.stopped else []
             lines += [f"{name}: {note}" for name, note in session.notes.items()]
-            lines += [*answers(benchmark.rows), f"wrote {', '.join(map(str, files))}"]
-            console.print(*lines, sep="\n", soft_wrap=True)
+            lines += [doubts(benchmark.rows), *answers(benchmark.rows), f"wrote {', '.join(map(str, files))}"]
+            console.print(*filter(None, lines), sep="\n", soft_wrap=True)

@@ -277,13 +277,13 @@ def compare(settings: GenerateSettings, prompt: str) -> None:
     without = replace(settings, draft=None, method="autoregressive", stop_rule=None, rule=None)
     finished(start(replace(settings, max_new_tokens=WARM_UP), prompt, pair))
     baseline, drafted = texts = [start(each, prompt, pair) for each in (without, settings)]
-    with machine.other_load() as load:
+    with machine.timed(pair.target.device) as load:
         for text in texts:
             stream(text, show=True)
     same = "the same text, token by token" if baseline.ids == drafted.ids else "another text"
     faster = drafted.metrics["tokens_per_second"] / baseline.metrics["tokens_per_second"]
     row = {"speedup": faster, "accepted_length": drafted.metrics["accepted_length"], **load}
-    line = f"{faster:.2f} times as fast as without a draft, of one text ({machine.conditions(load)})"
+    line = f"{faster:.2f} times as fast as without a draft, of one text"
     if why := machine.doubt(row):
         line = f"how much faster is not said, since {why}"
     print(f"\n{line}; {same}")

@@ -8,6 +8,7 @@ from rich.table import Table
 from decode.commands.settings import PaperSettings, bench_settings
 from decode.errors import UserError, choose
 from decode.files import Fields, read_json
+from decode.measure.report import latest
 from decode.progress import fitting_table, output_console
 
 PUBLISHED = {file.stem: file for file in sorted(Path(__file__).with_name("published").glob("*.csv"))}
@@ -16,8 +17,12 @@ BASELINES = {"adasd": "vanilla", "adaspeed": "layerskip", "ears": "vanilla"}  # 
 
 
 def measured(row: Fields, baseline: Fields) -> dict[str, float | None]:
-    """The published columns from a row of our report, and from that of the paper's baseline."""
-    speed, length, alpha = map(row.get, ("tokens_per_second", "accepted_length", "offline_alpha"))
+    """The published columns from a row of our report, and from that of the paper's baseline.
+
+    AdaSPEC's authors count α as accepted / (accepted + rejected) of greedy decoding with four drafted tokens, where a
+    round adds one rejected token unless all four were accepted: our Σm / Σt at that length.
+    """
+    speed, length, alpha = map(row.get, ("tokens_per_second", "accepted_length", "greedy_accepted_per_tested"))
     return {
         "tokens/s": speed,
         "ms/token": speed and 1000 / speed,
@@ -32,12 +37,12 @@ def measured(row: Fields, baseline: Fields) -> dict[str, float | None]:
     }
 
 
-def rows_of(report: Fields) -> list[Fields]:
-    """The methods of a benchmark's report, else the drafts of a training's, each at its fastest draft length."""
-    rows = report.get("methods", [])
-    decoded = {r["draft"]: r for r in sorted(report.get("decoding", []), key=lambda r: r["tokens_per_second"])}
-    texts = {"suite": "texts of the target", "temperature": 1.0}
-    return rows or [decoded.get(draft["name"], {}) | draft | texts for draft in report.get("drafts", [])]
+def rows_of(paper: str, folder: Path) -> list[Fields]:
+    """The methods of the last benchmark in a folder; for AdaSPEC the drafts of the training there."""
+    if paper != "adaspec":
+        return list(latest(folder).get("methods", []))
+    texts = {"suite": "texts of the target", "temperature": 0.0}
+    return [draft | texts for draft in read_json(folder / "report.json").get("drafts", [])]
 
 
 def table_of(paper: str, rows: list[Fields]) -> Table:
@@ -72,7 +77,6 @@ def run(settings: PaperSettings) -> None:
         line = f"{config} is measured now; later, --run {folder} prints its results without measuring"
         output_console(highlight=False).print(line, soft_wrap=True)
         bench.run(benchmark)
-    rows = rows_of(read_json(folder / "report.json"))
-    if not rows:
-        raise UserError(f"{folder} has no report.json with measurements; give a run of distill or bench with --run")
+    if not (rows := rows_of(paper, folder)):
+        raise UserError(f"{folder} has no bench-DATE.json (for adaspec no report.json); give such a folder with --run")
     output_console(highlight=False).print(table_of(paper, rows))

@@ -76,7 +76,7 @@ def profile_pair(
         items = [item for suite in suites for item in session.items(suite)]
         sizes = {1, *settings.batch_sizes}
         how = {"longest": longest, "batch_sizes": sizes, "temperature": settings.temperature}
-        with machine.other_load() as load:
+        with machine.timed(session.runner.device) as load:
             session.measure_costs(items, ["draft"], **how)
         answers = session.written([item.ids for item in items], warp)
         if not any(answers):
@@ -93,6 +93,8 @@ def profile_pair(
     lengths, about = [dict(zip(BY_LENGTH, row)) for row in rows], verdict(alphas[0].mean, rounds, gains)
     drafted = "drawn" if alphas is both[""] and not warp.greedy else "likeliest"
     conditions = {"prompts": len(items), "least_cost": cost.least, "drafted_tokens": drafted, **load}
+    if allowed in gains:
+        about += f"; {gains[allowed]:.2f} at draft length {allowed}, which the draft was exported with"
     if why := machine.doubt(conditions | {"speedup": gains[1]}):
         about = f"no speedup is predicted, since {why}"
     return PairProfile(cost, conditions, alphas[0], lengths, best_length(gains), about, batches, session)

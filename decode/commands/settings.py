@@ -206,7 +206,7 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     corpus_texts: PositiveInt = 20_000
     """Texts taken from each suite of the corpus."""
     output: str | None = None
-    """Folder of report.json, bench.csv and the HTML page; null: the run of the draft (without one of the target), else
+    """Folder of bench-DATE.json, .html and .csv; null: the run of the draft (without one of the target), else
     runs/bench."""
 
     @property
@@ -301,7 +301,7 @@ class PaperSettings:
     scale: str = "quickstart"
     """Configuration to measure: the name of a file in configs/papers/PAPER, without .yaml."""
     run: str | None = None
-    """Folder with a report.json to print instead of measuring; for adaspec that of a training, default
+    """Folder whose last benchmark is printed instead of measuring; for adaspec that of a training, default
     runs/quickstart."""
     output: str | None = None
-    """Folder of the benchmark's report.json; null: runs/papers/<paper>-<scale>."""
+    """Folder of the benchmark's results; null: runs/papers/<paper>-<scale>."""

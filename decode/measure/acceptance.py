@@ -131,14 +131,15 @@ def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
     return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]
 
 
-def replay(accept: Sequence[Sequence[float]], draft_length: int) -> dict[int, float]:
-    """Expected rounds over a text, by the number of drafted tokens: fewer than `draft_length` only where the text ends.
+def replay(accept: Sequence[Sequence[float]], draft_length: int) -> tuple[dict[int, float], float]:
+    """Expected rounds over a text, and the expected number of tokens that they test.
 
-    As the d-th token of a draft, position i is accepted with probability ``accept[d - 1][i]`` once it is reached; a
-    language model has one row for all d. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that
-    decode this text.
+    The rounds are by the number of drafted tokens: fewer than `draft_length` only where the text ends. As the d-th
+    token of a draft, position i is accepted with probability ``accept[d - 1][i]`` once it is reached; a language model
+    has one row for all d. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this
+    text.
     """
-    n, lengths = len(accept[0]), defaultdict[int, float](float)
+    n, lengths, tested = len(accept[0]), defaultdict[int, float](float), 0.0
     reach = [1.0] + [0.0] * n  # probability that a round starts at this position
     for s, alive in zip(range(n), reach):
         if not alive:
@@ -147,16 +148,31 @@ def replay(accept: Sequence[Sequence[float]], draft_length: int) -> dict[int, fl
         lengths[k] += alive
         for depth in range(k):
             i, chance = s + depth, accept[depth if accept[1:] else 0]
+            tested += alive
             reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
             alive *= chance[i]
         reach[s + k + 1] += alive  # the bonus is token s + k
-    return lengths
+    return lengths, tested
 
 
 def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
     """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
+    return [lengths for lengths, _ in _replays(alphas, draft_length)]
+
+
+def _replays(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[tuple[dict[int, float], float]]:
     by_depth = [alpha.kept or alpha.texts for alpha in alphas[0].shorter.get(draft_length, alphas)]
     return [replay(text, draft_length) for text in zip(*by_depth)]
+
+
+def offline_accepted_per_tested(alphas: Sequence[OfflineAlpha], draft_length: int) -> float:
+    """Σm / Σt of texts that are `replayed`; greedy, of 4 drafted tokens, what AdaSPEC's authors call α.
+
+    A round tests its accepted tokens and one that is rejected, unless all are accepted.
+    """
+    texts = _replays(alphas, draft_length)
+    accepted = sum(alphas[0].counts) - sum(sum(lengths.values()) for lengths, _ in texts)
+    return accepted / max(1, sum(tested for _, tested in texts))
 
 
 def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, dict[int, float]]:

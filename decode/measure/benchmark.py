@@ -13,7 +13,7 @@
 """
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -34,7 +34,7 @@ from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
 from decode.measure.baselines import generate
 from decode.measure.session import Item, Session
-from decode.measure.statistics import median_interval, plain, ratio_interval
+from decode.measure.statistics import Interval, median_interval, plain, ratio_interval
 from decode.measure.suites import Suite, by_category
 from decode.methods import (
     BASELINES,
@@ -66,7 +66,7 @@ MEASURED = (
     "accepted_length", "accepted_length_ci95", "alpha", "alpha_se",
     "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
     "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
-    "acceptance_by_position", "verification_threshold", "categories",
+    "acceptance_by_position", "verification_threshold", "recommended", "categories",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 Chat = Sequence[Item]  # the turns of one prompt
@@ -180,17 +180,23 @@ class Record:
         return np.moveaxis(np.array(rows), -1, 0)
 
 
-def paired_ratios(record: Record, base: Record) -> list[float]:
-    """For each prompt the median over repeats of this method's speed over the other's in the same repeat."""
-    ours, theirs = (tokens / seconds for tokens, seconds, _ in (record.numbers(), base.numbers()))
-    return np.median(ours / theirs, 1).tolist()
+def speed_ratio(record: Record, base: Record) -> tuple[float, Interval]:
+    """The speed over another one of the same prompts, and its interval over prompts.
+
+    At batch size 1 it is the median over prompts, for each of which the median over repeats of the ratio in the same
+    repeat is taken; above, it is the ratio of throughputs Σ tokens / Σ seconds.
+    """
+    both = [each.numbers()[:2] for each in (record, base)]
+    if record.batch_size > 1:
+        return ratio_interval(record.clusters, np.concatenate([numbers.sum(-1) for numbers in both]).T)
+    ours, theirs = (tokens / seconds for tokens, seconds in both)
+    return median_interval(np.median(ours / theirs, 1).tolist())
 
 
 def measured(record: Record, bases: Mapping[str, Record]) -> Fields:
     """The columns of a row that come from the timed texts: speeds, acceptance and counts.
 
-    At batch size 1 a ratio of speeds is the median over prompts of `paired_ratios`; above, it is the ratio of
-    throughputs Σ tokens / Σ seconds. Intervals are over prompts. `bases` are records of the same block by method.
+    `bases` are records of the same block by method.
     """
     rounds, clusters, row = record.rounds, record.clusters, Fields()
     if any(rounds):
@@ -205,13 +211,23 @@ def measured(record: Record, bases: Mapping[str, Record]) -> Fields:
     row["accepted_length"], row["accepted_length_ci95"] = ratio_interval(clusters, sums[:, ::2])
     for key, method in RATIOS.items():
         if base := bases.get(method):
-            if record.batch_size > 1:
-                speeds = np.concatenate([sums[:, :2], base.numbers().sum(-1).T[:, :2]], 1)
-                found = ratio_interval(clusters, speeds)
-            else:
-                found = median_interval(paired_ratios(record, base))
-            row[key], row[f"{key}_ci95"] = found
+            row[key], row[f"{key}_ci95"] = speed_ratio(record, base)
     return row
+
+
+def recommend(pairs: Sequence[tuple[Fields, Record]]) -> None:
+    """Set ``recommended`` of the rows of one method: true of the shortest draft length that is as fast as the fastest.
+
+    That is one whose paired interval to the fastest reaches 1. Without an interval it is the fastest itself. Rows of
+    other texts than the target's, and speedups that are no results, count only if there are no others.
+    """
+    sound = [each for each in pairs if each[0]["identical_to_target"] is not False and not machine.doubt(each[0])]
+    fastest, base = max(sound or pairs, key=lambda each: each[0]["speedup"])
+    ends = [(row, speed_ratio(record, base)[1] or [0, 0]) for row, record in sound or pairs]
+    alike = [row for row, (_, high) in ends if high >= 1 or row is fastest]
+    shortest = min(alike, key=lambda row: row["draft_length"] or 0)
+    for row, _ in pairs:
+        row["recommended"] = row is shortest
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -362,7 +378,8 @@ class Benchmark:
             runs = [EntryRun(session, entry, size) for entry in table]
             name = f"{suite.name} T={table[0].temperature:g}" + (f" batch {size}" if size > 1 else "")
             try:
-                with quiet(), machine.using_threads(session.threads), machine.other_load() as load:
+                device = session.runner.device
+                with quiet(), machine.using_threads(session.threads), machine.timed(device) as load:
                     time_texts(runs, groups, name)
             except KeyboardInterrupt:
                 self.stopped = name
@@ -402,8 +419,8 @@ class Benchmark:
             if run.note:
                 continue
             # of several assistants the last is the one most like this entry
-            alike = sorted(runs, key=lambda o: (o.entry.draft == entry.draft, o.draft_length == run.draft_length))
-            bases = {other.entry.method: other.record for other in alike if not other.note}
+            nearest = sorted(runs, key=lambda o: (o.entry.draft == entry.draft, o.draft_length == run.draft_length))
+            bases = {other.entry.method: other.record for other in nearest if not other.note}
             row |= measured(record, bases)
             row["categories"] = [
                 {"category": category}
@@ -427,4 +444,11 @@ class Benchmark:
             ]
             if same and not entry.temperature:
                 row |= {"identical_share": statistics.fmean(same), "identical_to_target": all(same)}
+        alike = defaultdict[str, list[tuple[Fields, Record]]](list)  # which differ in draft length alone
+        for row, run in zip(self.rows[-len(runs) :], runs):
+            if row["speedup"]:
+                options = replace(run.entry.options, draft_length=None)
+                alike[str(replace(run.entry, options=options, name=""))].append((row, run.record))
+        for pairs in alike.values():
+            recommend(pairs)
         self.rows[-len(runs) :] = map(plain, self.rows[-len(runs) :])

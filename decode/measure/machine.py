@@ -1,4 +1,4 @@
-"""The machine of a measurement, its load, which speeds are results, and the number of threads that suits a model."""
+"""The machine of a measurement, what disturbed it, which speeds are results, and how many threads suit a model."""
 
 import os
 import platform
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 
@@ -18,8 +17,7 @@ from decode.files import Fields
 from decode.measure.statistics import LEAST, finite
 from decode.models.api import Model, Read
 
-BUSY = 0.25  # load of other programs for each core above which measured speeds are not reliable
-FULL = 0.9  # share of the processors' time in use from which on programs wait for one another
+UNDISTURBED = 0.95  # least share of the timed rounds in which their thread has a processor
 SURE = 0.95  # v(n) is 1 or more; where it is 1, as on a GPU, this is room for its error
 SLOW = 0.05  # if one token takes longer than these seconds, one thread is not tried, and all are used
 CLEARLY = 0.85  # waiting for a descheduled thread is expensive, so all threads have to be so much faster than one
@@ -49,60 +47,62 @@ def sentence(facts: Mapping[str, Any]) -> str:
     return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}"
 
 
-def _times() -> tuple[float, float, float]:
-    """Seconds: the clock, and the processors' time of this process and of all."""
-    used = psutil.cpu_times()
-    parts = ("user", "nice", "system", "irq", "softirq", "steal")
-    return time.perf_counter(), time.process_time(), sum(getattr(used, part, 0.0) for part in parts)
-
-
 @contextmanager
-def other_load() -> Iterator[Fields]:
-    """Note the load by other programs inside the block: the processors that they used, or would have with more cores.
+def timed(device: torch.device) -> Iterator[Fields]:
+    """Note, at the end of the block, the share of its time that this thread had a processor, as ``cpu_share``.
 
-    The fields are ``load`` and ``cores``, from the end of the block on.
+    It is below 1 where other programs had the processor instead, and where this thread waited for others of its process
+    that had none. On a GPU nothing is noted, since a thread may sleep while it waits for the device.
     """
-    noted, cores, before = Fields(), os.cpu_count() or 1, _times()
+    noted, clock, processor = Fields(), time.perf_counter(), time.thread_time()
     try:
         yield noted
     finally:
-        clock, process, used = (after - start for after, start in zip(_times(), before))
-        load = max(0.0, (used - process) / max(clock, 1e-9))
-        if used > FULL * cores * clock:  # time in use does not show how many wait for it
-            load = max(load, psutil.getloadavg()[0] - torch.get_num_threads())
-        noted |= {"load": load, "cores": cores}
+        if device.type == "cpu":
+            spent = max(time.perf_counter() - clock, 1e-9)
+            noted["cpu_share"] = min(1.0, (time.thread_time() - processor) / spent)
+
+
+def busy(row: Mapping[str, Any]) -> bool:
+    """Whether other programs disturbed the measurement of a row (see `timed`)."""
+    return (row.get("cpu_share") or 1.0) < UNDISTURBED
 
 
 def conditions(row: Mapping[str, Any]) -> str:
-    """What stands beside an interval: the number of timed prompts, and the load of the machine by other programs."""
-    prompts, load = row.get("prompts"), row.get("load")
-    parts = [] if prompts is None else [f"{prompts} prompt{'s' * (prompts != 1)}"]
-    return ", ".join(parts if load is None else [*parts, f"load {round(load, 1):g} on {row['cores']} cores"])
+    """What stands beside an interval: the number of timed prompts."""
+    prompts = row.get("prompts")
+    return "" if prompts is None else f"{prompts} prompt{'s' * (prompts != 1)}"
 
 
-def doubt(row: Mapping[str, Any]) -> str:
-    """Why the speedup in a row, measured or predicted, is not a result, and what to do; empty where it is one.
+def doubt(*rows: Mapping[str, Any]) -> str:
+    """Why speedups in rows, measured or predicted, are no results, and what to do; empty where all are.
 
-    It goes by the row's ``accepted_length``, ``least_cost`` (`decode.measure.costs.Costs.least`), ``prompts`` and load,
-    as far as they are known.
+    It goes by a row's ``accepted_length``, ``least_cost`` (`decode.measure.costs.Costs.least`), ``prompts`` and
+    ``cpu_share``, as far as they are known.
     """
-    speedup = row.get("speedup", row.get("predicted_speedup"))
-    length = row.get("accepted_length", row.get("served_length"))
-    least, prompts, reasons = row.get("least_cost"), row.get("prompts", row.get("texts")), []
-    if not finite(speedup):
-        return ""
-    if (row.get("load") or 0) > BUSY * row.get("cores", 1):
-        reasons.append(f"the machine was busy ({conditions({**row, 'prompts': None})})")
-    if finite(least) and least < SURE:
-        reasons.append(f"several tokens seemed to take the target {least:.2f} times as long as one: v(n) is below 1")
-    # model.generate is another program, whose forwards may be faster
-    if finite(length) and speedup > length + 1e-6 and not row.get("baseline"):
-        reasons.append(f"it is above the accepted length of {length:.2f}, which bounds it")
-    cures = ["measure again on an idle machine"] if reasons else []
-    if prompts is not None and prompts < LEAST:
-        reasons.append(f"{prompts} prompts were timed, expected {LEAST} or more")
-        cures.append("time more (--limit; of a training --evaluation.decode-prompts, of probes --probes.bench-prompts)")
-    return "; ".join(reasons) + f": {' and '.join(cures)}" if reasons else ""
+    reasons: dict[str, str] = {}  # with what to do
+    idle, more = (
+        "measure again on an idle machine",
+        ("time more (--limit; of a training --evaluation.decode-prompts, of probes --probes.bench-prompts)"),
+    )
+    for row in rows:
+        speedup = row.get("speedup", row.get("predicted_speedup"))
+        length = row.get("accepted_length", row.get("served_length"))
+        least, prompts = row.get("least_cost"), row.get("prompts", row.get("texts"))
+        if not finite(speedup):
+            continue
+        if busy(row):
+            share = f"{UNDISTURBED:.0%} of the time"
+            reasons[f"the machine was busy: the timed rounds had a processor for less than {share}"] = idle
+        if finite(least) and least < SURE:
+            times = f"{least:.2f} times as long as one"
+            reasons[f"several tokens seemed to take the target {times}: v(n) is below 1"] = idle
+        # model.generate is another program, whose forwards may be faster
+        if finite(length) and speedup > length + 1e-6 and not row.get("baseline"):
+            reasons[f"it is above the accepted length of {length:.2f}, which bounds it"] = idle
+        if prompts is not None and prompts < LEAST:
+            reasons[f"{prompts} prompts were timed, expected {LEAST} or more"] = more
+    return f"{'; '.join(reasons)}: {' and '.join(dict.fromkeys(reasons.values()))}" if reasons else ""
 
 
 @contextmanager

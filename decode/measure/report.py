@@ -21,7 +21,7 @@ from decode.core.round import FORMULAS
 from decode.files import Fields, read_json, write_json, write_text
 from decode.measure import plots
 from decode.measure.benchmark import BASELINE, Benchmark
-from decode.measure.machine import conditions, doubt, sentence
+from decode.measure.machine import busy, conditions, doubt, sentence
 from decode.measure.statistics import finite
 from decode.progress import fitting_table
 
@@ -78,11 +78,10 @@ def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if any(present(row.get(key)) for row in rows)]
 
 
-def doubts(keys: Iterable[str], rows: Iterable[Row]) -> str:
-    """Why speedups of a table are marked with a question mark; empty if none is."""
-    shown = any("speedup" in key for key in keys)
-    reasons = dict.fromkeys(filter(None, map(doubt, rows if shown else ())))
-    return f"?: not a result, since {' | '.join(reasons)}" if reasons else ""
+def doubts(rows: Iterable[Row]) -> str:
+    """Why speedups of a page's rows are marked with a question mark; empty if none is."""
+    why = doubt(*rows)
+    return f"?: not a result, since {why}." if why else ""
 
 
 def texts_of(keys: Iterable[str], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -99,7 +98,7 @@ def console_table(title: str, keys: Iterable[str], rows: Sequence[Row], below: I
         headings,
         [(line, row.get("style", "")) for line, row in zip(cells, rows)],
         title=title, right=[i for i, key in enumerate(keys) if COLUMNS[key].format],
-        below=[note for note in (doubts(keys, rows), *below) if note],
+        below=list(below),
     )  # fmt: skip
 
 
@@ -114,20 +113,14 @@ def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
     return markdown_table(*texts_of(keys, rows))
 
 
-def comma_separated(keys: Iterable[str], rows: Sequence[Row]) -> str:
-    """The values of rows as CSV, with errors and ends of intervals in columns of their own, and what is `doubt`ed."""
+def comma_separated(rows: Sequence[Row]) -> str:
+    """Rows as CSV: their numbers and texts, intervals as ``[low, high]``, and what is `doubt`ed."""
     import pandas
 
-    table = []
-    for row in rows:
-        table.append(line := Fields())
-        for key in keys:
-            line[key], error = row.get(key), COLUMNS[key].error if key in COLUMNS else ""
-            if error.endswith("_ci95"):
-                line[f"{error}_low"], line[f"{error}_high"] = row.get(error) or (None, None)
-            elif error:
-                line[error] = row.get(error)
-        line["doubt"] = doubt(row)
+    table = [
+        {key: value for key, value in row.items() if "_ci95" in key or not isinstance(value, dict | list)}
+        | {"doubt": doubt(row)} for row in rows
+    ]  # fmt: skip
     return pandas.DataFrame(table, dtype=object).to_csv(index=False)
 
 
@@ -156,15 +149,21 @@ class Section:
     folded: bool = False  # hide all of it below its heading until that is clicked
 
 
-def write_page(path: Path, title: str, headline: str, sections: Sequence[Section]) -> None:
-    """Write a page with its answer in a sentence as headline; an existing file is replaced only by a complete one."""
+def write_page(path: Path, title: str, headline: str, sections: Iterable[Section]) -> None:
+    """Write a page with its answer in a sentence as headline, and below it why speedups of its tables are no results.
+
+    An existing file is replaced only by a complete one.
+    """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-    templates.globals |= {"doubts": doubts, "cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
-    page = templates.get_template("html_page.html").render(title=title, headline=headline, sections=sections)
+    templates.globals |= {"cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
+    sections = list(sections)
+    why = doubts(row for section in sections for table in section.tables for row in table.rows)
+    shown: Fields = {"title": title, "headline": headline, "doubts": why, "sections": sections}
+    page = templates.get_template("html_page.html").render(shown)
     write_text(path, page.lstrip())
 
 
@@ -205,7 +204,8 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
 
 def by_category(rows: Sequence[Row]) -> list[Table]:
     """A table of what the five fastest methods of a block have in each category of its suite, if it has several."""
-    parts = [{**row, **part} for row in drafting(rows)[:5] for part in row.get("categories") or ()]
+    fastest = [row for row in drafting(rows) if row["recommended"]][:5]
+    parts = [{**row, **part} for row in fastest for part in row.get("categories") or ()]
     return [Table(OF_CATEGORY, parts, "By category", folded=True)] if parts else []
 
 
@@ -219,17 +219,13 @@ def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
         yield from (console_table(table.title, table.keys, table.rows) for table in by_category(block))
 
 
-def bench_csv(rows: Sequence[Row]) -> str:
-    """All rows as CSV."""
-    return comma_separated(["suite", "temperature", "batch_size", *KEYS, "prompts", "load", "cores"], rows)
-
-
 def answers(rows: Sequence[Row]) -> list[str]:
     """For each block the fastest lossless method, if one gains, and the lossless methods whose greedy texts differ.
 
-    The latter are not called the fastest, at any temperature: only greedy texts show whether a method is lossless. If
-    the loop without a draft is one of them, its forward itself gives other logits, and no method is called the fastest.
-    Where the fastest has no result, that is said with the reason, and no other is called the fastest.
+    A method is judged at its recommended draft length (`decode.measure.benchmark.recommend`). Methods whose texts
+    differ are not called the fastest, at any temperature: only greedy texts show whether a method is lossless. If the
+    loop without a draft is one of them, its forward itself gives other logits, and no method is called the fastest.
+    Where the fastest has no result (see `doubts`), no other is called the fastest.
     """
 
     def place(row: Row) -> tuple[Any, ...]:
@@ -238,15 +234,13 @@ def answers(rows: Sequence[Row]) -> list[str]:
     lines, wrong = [], {place(r) for r in rows if r["kind"] == "lossless" and r["identical_to_target"] is False}
     for title, block in by_block(rows).items():
         differ, parts = [r for r in block if place(r) in wrong], []
-        best = [r for r in drafting(block) if r["kind"] == "lossless" and r not in differ]
+        best = [r for r in drafting(block) if r["kind"] == "lossless" and r["recommended"] and r not in differ]
         if best and all(r["method"] != BASELINE for r in differ):
             parts.append(f"fastest lossless method {best[0]['name']}: speedup {cell(best[0], 'speedup')}")
-            if why := doubt(best[0]):
-                parts = [f"no speedup is given, since {why}"]
+            if doubt(best[0]):
+                parts = ["no speedup is a result"]
             elif best[0]["speedup"] < 1:
                 parts = ["no lossless method is faster than no draft"]
-            elif over := best[0]["speedup_vs_generate"]:
-                parts[0] += f", {over:.2f} over model.generate"
         if differ and not block[0]["temperature"]:
             parts.append(f"texts differ from model.generate's: {', '.join(r['name'] for r in differ)}")
         if parts:
@@ -255,37 +249,41 @@ def answers(rows: Sequence[Row]) -> list[str]:
 
 
 def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
-    """Write report.json, the page, and all rows as bench.csv.
-
-    Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
-    report.html, or bench.html if report.json is that of another command.
-    """
-    session, path = bench.session, folder / "report.json"
+    """Write the rows and the settings as bench-DATE.json, the page, and the rows as CSV; other benches are kept."""
+    session, now = bench.session, datetime.now(UTC)
+    path, page, table = (folder / f"bench-{now:%Y%m%d-%H%M%S}.{kind}" for kind in ("json", "html", "csv"))
     ours: Fields = {
         "methods": bench.rows,
         "machine": session.facts(),
         "bench": {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "created": now.isoformat(timespec="seconds"),
             "settings": dict(settings),
             "costs": {name or "": costs.to_dict() for name, costs in session.costs.items()},
             "stopped": bench.stopped,
             "notes": session.notes,
         },
     }
-    content = read_json(path)
-    page = folder / ("bench.html" if content.keys() - ours else "report.html")
-    write_json(path, content | ours, indent=1)
+    write_json(path, ours, indent=1)
     headline, *others = answers(bench.rows) or [""]
     write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
-    write_text(table := folder / "bench.csv", bench_csv(bench.rows))
+    write_text(table, comma_separated(bench.rows))
     return [path, page, table]
 
 
+def latest(folder: Path) -> Fields:
+    """What the last benchmark in a folder wrote as JSON; empty without any."""
+    return read_json(max(folder.glob("bench-*.json"), default=folder / "bench.json"))
+
+
 def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable[Section]:
-    """The page of a benchmark, from the keys of report.json."""
+    """The page of a benchmark, from the keys of its JSON file; the plot of speeds has recommended draft lengths alone.
+
+    Where the machine was busy there is no such plot.
+    """
+    disturbed = any(map(busy, methods))
     for title, rows in by_block(methods).items():
-        fastest = drafting(rows)
-        sure = [row for row in rows if not doubt(row)]
+        fastest = [row for row in drafting(rows) if row["recommended"]]
+        sure = [row for row in rows if row["recommended"] and not (disturbed or doubt(row))]
         caption = "Relaxed methods are orange." if any(row["lossless"] is False for row in sure) else ""
         figures = [(plots.speedup_bars(sure), caption)] if drafting(sure) else []
         if positions := {

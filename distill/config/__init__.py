@@ -163,6 +163,8 @@ class Settings:
     """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
     tags: list[str] = field(default_factory=list)
     """Tags of the W&B runs: one for each stage, in a group of the run's name."""
+    overwrite: bool = False
+    """Replace an export that was made from other settings or files. Without it that one is kept, as export.old-1."""
     upload: bool = False
     """Upload the export to W&B, as an artifact of the run's report."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -280,6 +282,9 @@ class AblationSettings:
     """Seeds of the order of the training examples. Every draft is trained once with each."""
     kinds: list[str] = field(default_factory=list)
     """Kinds of drafts (student.kind) to compare, with as many drafted tokens as blocks have. Empty: student.kind."""
+    against: str | None = None
+    """Draft over which the others gain, as the table names it, such as distillspec or eagle3 distillspec; null: the
+    first."""
 
 
 @dataclass
@@ -292,11 +297,13 @@ class AblateSettings(Settings):
     def validate(self, *, drafts: bool = True) -> None:
         """Refuse a comparison of the same seed or kind, and a target that each kind would train anew."""
         super().validate(drafts=drafts)
-        seeds, kinds = self.ablation.seeds, self.ablation.kinds
+        seeds, kinds, against = self.ablation.seeds, self.ablation.kinds, self.ablation.against
+        lines = [f"{kind} {name}".strip() for kind in kinds or [""] for name in self.drafts]
         refuse(
             self,
             (not seeds or len(set(seeds)) < len(seeds), "ablation.seeds", "expected different numbers from 0 up"),
             (len(set(kinds)) < len(kinds), "ablation.kinds", "expected different kinds"),
+            (against not in (None, *lines), "ablation.against", f"expected one of {', '.join(lines)}"),
             (
                 kinds and self.target.trained,
                 "target.kind",

@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from decode.engines.check import weight_fingerprints
 from decode.files import read_json, write_json, write_text
-from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.eagle import DraftHead, draft_ids
@@ -31,41 +30,33 @@ MEASURED = (
 """Rows of the card, by key of the profile."""
 
 
-def fastest_row(report: Report, *drafts: str) -> Facts:
-    """Returns the fastest row of some drafts at the lowest measured temperature; empty if there is none.
+def recommended_row(report: Report, draft: str) -> Facts:
+    """Returns the row of a draft at its recommended length and the lowest measured temperature; empty without any.
 
-    Rows with other texts than the target's, or with a speedup that is no result, count only if all are such.
+    Page, card and serving commands show this one (see `decode.measure.benchmark.recommend`).
     """
-    rows = [row for row in report["decoding"] if row["draft"] in drafts and row.get("speedup")]
-
-    def rank(row: Report) -> tuple[float, bool, bool, float]:
-        return -row["temperature"], row.get("identical_to_target") is not False, not doubt(row), row["speedup"]
-
-    return max(rows, key=rank, default={})
+    rows = [row for row in report["decoding"] if row["draft"] == draft and row.get("recommended")]
+    return min(rows, key=lambda row: row["temperature"], default={})
 
 
 def export_profile(report: Report, draft: str) -> Facts:
     """Returns the measurements of one draft in a run's report.
 
     Returns:
-        The numbers of the draft at its fastest measured length, greedy or at the lowest measured temperature.
-        ``best_draft_length`` is absent if decoding was not measured.
+        The numbers of the draft's `recommended_row`; ``best_draft_length`` is absent if decoding was not measured.
     """
     row: Facts = next((row for row in report["drafts"] if row["name"] == draft), {})
     profile = {key: value for key, value in row.items() if key.startswith(("offline_alpha", "acceptance"))}
     profile["trained_with"] = report.get("trained_with")
-    if not (best := fastest_row(report, draft)):
+    if not (best := recommended_row(report, draft)):
         return profile
     machine = {name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"}
     conditions = {"dataset": best.get("suite"), "num_samples": best.get("prompts"), "temperature": best["temperature"]}
     why = doubt(best)
-    if (load := best.get("load")) is not None:
-        conditions["load"] = round(load, 1)
     keys = [key for key in (*MEASURED, "speedup_ci95", "identical_to_target") if not (why and "speedup" in key)]
     return profile | {
         **{key: best[key] for key in keys if key in best},
         "doubt": why,
-        "beside": beside(best),
         "best_draft_length": best["draft_length"],
         "conditions": conditions | {"acceptance_rule": "exact"} | machine,
     }

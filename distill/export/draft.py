@@ -40,6 +40,7 @@ def export_draft(
     trust_remote_code: bool = False,
     trust_draft_code: bool = False,
     name: str = "",
+    keep: Path | None = None,
     length: int | None = None,
 ) -> Path:
     """Exports the draft for use with transformers, vLLM and SGLang; `add_measurements` adds what is measured later.
@@ -53,6 +54,7 @@ def export_draft(
         trust_remote_code: Run model code that comes with the folders.
         trust_draft_code: Run only the draft's.
         name: The draft's name in the run.
+        keep: What an earlier export becomes; None: it is removed.
         length: Drafted tokens per round that a draft with mask tokens was trained for. None: any number.
 
     Returns:
@@ -85,7 +87,7 @@ def export_draft(
     trained_vocabulary = fit_vocabulary(model, vocabulary)
     note = fit_context(config, target.get_text_config())
 
-    with replaced(out_dir) as partial:
+    with replaced(out_dir, keep) as partial:
         # No length or sampling rules: the target's generation settings govern both models.
         special = {key: getattr(generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.config.update(special)

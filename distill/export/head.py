@@ -42,8 +42,9 @@ def export_head(
     length: int,
     trust_remote_code: bool = False,
     name: str = "",
+    keep: Path | None = None,
 ) -> Path:
-    """Exports a head; an earlier export in the same place is replaced once the new one is complete.
+    """Exports a head; an earlier export in its place is replaced once the new one is complete.
 
     A head that an engine would run otherwise than it was trained is exported with a warning, and its card has no
     command for that engine.
@@ -56,6 +57,7 @@ def export_head(
         length: Drafted tokens per round that were trained: so many are drafted until the best number is measured.
         trust_remote_code: Run model code that comes with the target.
         name: The head's name in the run.
+        keep: What an earlier export becomes; None: it is removed.
 
     Returns:
         ``out_dir``.
@@ -71,7 +73,7 @@ def export_head(
     length = min(length, head.drafts or length)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
-    with replaced(out_dir) as partial:
+    with replaced(out_dir, keep) as partial:
         write_head(head, partial, tokenizer, length, dtype, target)
         facts = describe(head, target.config, str(target_dir), str(out_dir), settings.gguf)
         write_card(partial, facts | {"name": name, "trained_length": length}, length)

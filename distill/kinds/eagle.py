@@ -159,6 +159,6 @@ EAGLE = Eagle(
 )  # fmt: skip
 EAGLE3 = Eagle(name="eagle3", version=3, served="eagle3", usual=7, from_target=True)
 NEXT_LAYERS = NextLayers(
-    name=MTP, version=MTP, served=MTP, usual=3, decay=0.6, start="untuned", decodable=True, of_target=True, trees=False,
+    name=MTP, version=MTP, served=MTP, usual=3, decay=0.6, start="untuned", decodable=True, of_target=True,
     no_gguf="llama.cpp reads next-token layers from the target's own file; leave export.gguf empty",
 )  # fmt: skip

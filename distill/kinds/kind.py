@@ -31,7 +31,6 @@ class Kind:
         start: How reports name it before its training.
         decodable: Whether it can draft before its training.
         method: Of decode, that drafts chains with it.
-        trees: Whether it can draft trees.
         served: What serving engines call it; of vLLM its method.
         sniffed: Parts of a path from which vLLM derives another method.
         notes: Of the model card.
@@ -49,7 +48,6 @@ class Kind:
     start: str = "untrained"
     decodable: bool = False
     method: str = "eagle"
-    trees: bool = True
     sniffed: Sequence[str] = ()
     notes: Sequence[str] = ()
     no_gguf: str = ""

@@ -138,5 +138,5 @@ class LanguageModel(Kind):
 
 LANGUAGE_MODEL = LanguageModel(
     name="scratch", version=None, served="draft_model", head=False, start="undistilled", decodable=True,
-    method="vanilla", trees=False, sniffed=("eagle-", "eagle3", "dflash", "dspark"),
+    method="vanilla", sniffed=("eagle-", "eagle3", "dflash", "dspark"),
 )  # fmt: skip

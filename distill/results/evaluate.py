@@ -17,26 +17,26 @@ from decode.measure.acceptance import (
     ByDraft,
     as_drafted,
     offline_accepted_length,
+    offline_accepted_per_tested,
     offline_alphas,
     paired,
     rounds_of_texts,
 )
-from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
+from decode.measure.benchmark import BenchEntry, Benchmark, speed_ratio
 from decode.measure.session import BenchOptions, Session
-from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import current, working
 from distill.config import EvaluationSettings, Settings
 from distill.data.corpus import test_suite
-from distill.export.card import fastest_row
+from distill.export.card import recommended_row
 from distill.run import Run
 
 Text = tuple[Ids, int]  # token ids, and how many of them are the prompt
 MODES = {"sampled": 1.0, "greedy": 0.0}
 """Temperatures at which acceptance is measured on texts of the target."""
-TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
+ADASPEC = 4  # drafted tokens with which AdaSPEC's authors count α
 BATCH = 32  # test prompts that the target answers at a time, before anything is timed
 
 
@@ -150,7 +150,7 @@ def _draft(
     record, (best, _) = run.draft_record(name), run.best(name)
     sampled, greedy = alphas["sampled"], alphas["greedy"][name]
     measured = {"": sampled[name], "_likeliest": sampled.get(name + LIKELIEST, greedy), "_greedy": greedy}
-    fastest = fastest_row({"decoding": [row for row in decoding if row["temperature"] == 0]}, name)
+    chosen = recommended_row({"decoding": [row for row in decoding if row["temperature"] == 0]}, name)
     return {
         "name": name,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -158,11 +158,12 @@ def _draft(
         **{f"offline_alpha{rule}_se": first.se for rule, (first, *_) in measured.items()},
         "offline_accepted_length": offline_accepted_length(as_drafted(sampled, name, model), length),
         "greedy_accepted_length": offline_accepted_length(greedy, length),
+        "greedy_accepted_per_tested": offline_accepted_per_tested(greedy, min(ADASPEC, length)),
         "alpha_by_position": [alpha.mean for alpha in sampled[name]],
         **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},
         **record.account,
         "seconds": record.seconds,
-        "acceptance": by_position([alpha.mean for alpha in greedy], best, fastest.get("acceptance_by_position") or []),
+        "acceptance": by_position([alpha.mean for alpha in greedy], best, chosen.get("acceptance_by_position") or []),
         "curve": [[row["step"], row["alpha"]] for row in record.history if "alpha" in row],
     }
 
@@ -204,10 +205,7 @@ def by_position(offline: Sequence[float], validation: Mapping[str, float], decod
 
 
 def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
-    """Returns the benchmark's rows: of every draft at every length asked for, but not of an untrained head.
-
-    Heads draft trees too, as deep as the longest chain, where the target reads them.
-    """
+    """Returns the benchmark's rows: of every draft at every length asked for, but not of an untrained head."""
     measured, student = cast(EvaluationSettings, run.settings.evaluation), run.settings.student
     longest = student.draft.longest(student, max(measured.draft_lengths))  # a block drafts no more
     lengths = sorted({min(k, longest) for k in measured.draft_lengths})
@@ -216,23 +214,15 @@ def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
         (method, name, MethodOptions(draft_length=k), f"{name} {k}")
         for name in run.drafts if name not in untrained for k in lengths
     ]  # fmt: skip
-    if student.draft.trees and not session.runner.tree_refusal:
-        tree = MethodOptions(draft_length=longest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
-        of = dict.fromkeys((run.trained[0], best))
-        timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in of]
     benchmark = Benchmark(session)
     rows = benchmark.run([suite], [
         BenchEntry(method, name, options, temperature=temperature, name=label)
         for temperature in measured.temperatures for method, name, options, label in timed
     ])  # fmt: skip
     measurements = list(zip(rows, benchmark.records.values()))
-    for row in rows:
-        row["draft"] = (row["draft"] or row["name"]) + ("-tree" if row["method"].endswith("-tree") else "")
-    for temperature in measured.temperatures:  # beside the exported draft at its fastest, prompt by prompt
-        alike = [(row, record) for row, record in measurements if row["temperature"] == temperature]
-        fastest = fastest_row({"decoding": [row for row, _ in alike]}, best, f"{best}-tree")
-        for base in (record for row, record in alike if row is fastest):
+    for temperature in measured.temperatures:  # beside the exported draft at its recommended length, prompt by prompt
+        alike = [(row, record) for row, record in measurements if row["temperature"] == temperature and record.texts]
+        for base in (record for row, record in alike if row["draft"] == best and row["recommended"]):
             for row, record in alike:
-                ratios = paired_ratios(record, base) if record.texts else []
-                row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)
+                row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = speed_ratio(record, base)
     return rows

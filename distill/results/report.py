@@ -11,7 +11,7 @@ from decode.files import read_json, write_text
 from decode.measure import plots
 from decode.measure import report as decoding
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Row, Section, Table, cell, console_table, mode, write_page
+from decode.measure.report import Row, Section, Table, cell, console_table, doubts, mode, write_page
 from decode.measure.statistics import plain
 from distill.export import card
 
@@ -21,16 +21,17 @@ DRAFTS = (
 )  # fmt: skip
 TRAINING = (
     "name", "parameters", "offline_accepted_length", "offline_alpha_likeliest", "offline_alpha_greedy",
-    "validation_alpha", "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens",
-    "selected_tokens", "seconds",
+    "greedy_accepted_per_tested", "validation_alpha", "validation_accepted_length", "optimiser_steps", "examples",
+    "teacher_tokens", "selected_tokens", "seconds",
 )  # fmt: skip
 ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 """Columns of the tables."""
 MORE_TEXTS = "What more texts would give is not known from one number of them: name drafts of all, 1/2, 1/4 and 1/8 \
 of the texts (training.examples of a draft), with as many epochs."
 """Below the account of a training whose drafts do not show it."""
-LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant. \
-Drafts cannot be told apart in speed where the interval beside `vs exported` holds 1."
+LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant, \
+p times the number of drafts compared (Bonferroni). Drafts cannot be told apart in speed where the interval beside \
+`vs exported` holds 1; the order of the speedups, each a median over other pairs, then says nothing."
 SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
 
 
@@ -61,7 +62,7 @@ def console_tables(report: Row) -> Group:
     text, cards, same = opening(report)
     lines = [f"{value} {label}" for value, label in cards[1:]]
     table = console_table("Drafts", DRAFTS, draft_rows(report))
-    return Group(table, LEGEND, f"\n{text}", *lines, same)
+    return Group(table, LEGEND, f"\n{text}", *lines, same, doubts(draft_rows(report)))
 
 
 def exported(report: Row) -> str:
@@ -70,16 +71,15 @@ def exported(report: Row) -> str:
 
 
 def draft_rows(report: Row) -> list[Row]:
-    """Returns the drafts, each with its fastest decoding and how its offline α differs from the exported draft's."""
+    """Returns the drafts, each at its recommended draft length and with the difference of α to the exported draft."""
     best, rows = exported(report), []
-    paired = [pair for pair in report["paired"] if pair["a"] == best and pair["label"].startswith("T = 1")]
-    pairs = {pair["b"]: pair for pair in paired}
+    pairs = {pair["b"]: pair for pair in report["paired"]}
     for draft in report["drafts"]:
-        row = card.fastest_row(report, draft["name"], f"{draft['name']}-tree") | draft
+        row = card.recommended_row(report, draft["name"]) | draft
         if draft["name"] == best:
             row |= {"difference": "exported", "style": "bold", "speedup_vs_exported": None}
         elif pair := pairs.get(draft["name"]):
-            mark = "*" * sum(pair["p_value"] < limit for limit in (0.05, 0.01, 0.001))
+            mark = "*" * sum(pair["p_value"] * len(pairs) < limit for limit in (0.05, 0.01, 0.001))
             row |= {"difference": -pair["difference"], "se": pair["se"], "significance": mark or "n.s."}
         rows.append(row)
     return rows
@@ -90,24 +90,26 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
     name = exported(report)
     size = f"{report['target']['parameters']:,}"
     text = f"This run trained drafts for a target of {size} parameters and exported `{name}`."
-    if not (row := card.fastest_row(report, name, f"{name}-tree")):
+    if not (row := card.recommended_row(report, name)):
         return f"{text} Decoding with it was not measured.", [], ""
     where = [f"`{row['draft']}`", mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
     text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}."
     cards = [(name, "exported draft"), (cell(row, "accepted_length"), "tokens per target forward (accepted length)")]
-    if why := doubt(row):
-        text += f" No speedup is given, since {why}."
+    if doubt(row):
+        text += " Its speedup is no result."
     else:
-        over = {"speedup": row["speedup_vs_generate"], "speedup_ci95": row.get("speedup_vs_generate_ci95")}
         cards.append((cell(row, "speedup"), "times the speed of this loop without a draft"))
-        cards.append((cell(over, "speedup"), "times the speed of `model.generate`"))
+        cards.append((cell(row, "speedup_vs_generate"), "times the speed of `model.generate`"))
     return text, cards, SAME.get(row.get("identical_to_target"), "")
 
 
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report below its opening; parts that were not measured are left out."""
     drafts, best = draft_rows(report), exported(report)
-    text = "Offline α is measured on texts of the target for held-out prompts, speed at the fastest draft length n."
+    text = (
+        "Offline α is measured on texts of the target for held-out prompts. The draft length of tables, plots, card "
+        "and commands is the shortest one that the paired interval does not tell from the fastest."
+    )
     account = Table(TRAINING, drafts, "Account of the training", True, note=report.get("more_texts") or MORE_TEXTS)
     tables = [Table(DRAFTS, drafts, note=LEGEND), account]
     for draft in drafts:

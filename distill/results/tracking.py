@@ -22,7 +22,7 @@ from decode.files import read_json, write_json
 from decode.measure.machine import doubt
 from distill import ranks
 from distill.config.base import Values
-from distill.export.card import fastest_row
+from distill.export.card import recommended_row
 from distill.files import fingerprint
 from distill.results.report import exported
 
@@ -125,7 +125,7 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
 
 def numbers_of(report: Values) -> dict[str, float]:
     """A report's final numbers: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any."""
-    best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
+    best = recommended_row(report, exported(report))  # which the report's page begins with
     best = {key: value for key, value in best.items() if not (doubt(best) and "speedup" in key)}
     values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report["target"]["accuracy"]}
     values |= {f"{key}/{row['name']}": row.get(key) for row in report["drafts"] for key in OF_DRAFTS}

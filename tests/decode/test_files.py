@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from decode.errors import UserError
-from decode.files import replaced, write_safely, write_text
+from decode.files import replaced, unused, write_safely, write_text
 
 
 def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -18,6 +18,17 @@ def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_p
         write_text(path, "x" * 100_000 + "\ud800")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_folder_that_is_to_be_kept_stands_beside_the_one_that_replaces_it(tmp_path: Path) -> None:
+    for number in range(3):
+        with replaced(tmp_path / "export", unused(tmp_path / "export")) as made:
+            write_text(made / "file", str(number))
+    found = {path.parent.name: path.read_text() for path in tmp_path.rglob("file")}
+    assert found == {"export": "2", "export.old-1": "0", "export.old-2": "1"}
+    with pytest.raises(RuntimeError), replaced(tmp_path / "export", unused(tmp_path / "export")):
+        raise RuntimeError
+    assert {path.name for path in tmp_path.iterdir()} == set(found)
 
 
 def test_folders_and_devices_are_not_replaced(tmp_path: Path) -> None:

@@ -54,11 +54,14 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     page = (run / "probes.html").read_text()
     tables = "Settings tried on validation prompts", "Scores on test prompts"
     command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
-    for part in ("Speedup by exit", *(f"{table}, greedy" for table in tables), "Provenance", command):
+    for part in (*(f"{table}, greedy" for table in tables), "Provenance", command):
         assert part in page
     for finding in report["probe_findings"]:
-        assert "no speedup is given, since " in finding
-        assert "2 prompts were timed, expected 6 or more" in finding
+        assert "AUROC of the probe and of the token's own probability " in finding
+        assert finding.endswith("The speedups are no results.")
+    assert page.count("2 prompts were timed, expected 6 or more") == said.count("2 prompts were timed") == 1
+    assert page.index("AUROC") < page.index("tokens/s")
+    assert "<svg" not in page  # the speeds of a few prompts choose settings, and are no results
 
 
 def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trained_anew(finished) -> None:
@@ -79,7 +82,7 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
 
 def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tmp_path, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr("probes.pipeline.run_probes", seen.append)
+    monkeypatch.setattr("probes.pipeline.run_probes", lambda settings, **_: seen.append(settings))
     main(["--tracker", "none", "--name", "short", "--target.training.steps", "1", "--probes.layers", "1,2"])
     assert seen[0].probes.layers == [1, 2]
     assert (seen[0].name, seen[0].tracker) == ("short", "none")

@@ -224,18 +224,17 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds(monkeypa
     assert best["layerskip"] == {"draft_length": 2, "exit_layer": 2}
 
 
-def test_the_answer_gives_agreement_and_speed_of_every_exit_that_was_tried() -> None:
+def test_the_answer_says_first_what_the_probe_can_do_and_then_what_is_fastest() -> None:
     names, numbers = {"title": "adaspeed", "method": "adaspeed"}, {"exit_layer": 2, "speedup": 1.4, "prompts": 36}
     best = {"temperature": 0.0} | names | numbers
-    tried = [best | {"exit_layer": layer, "speedup": speed} for layer, speed in ((2, 1.5), (1, 1.1), (1, 1.0))]
-    scores = [{"mode": "greedy", "layer": layer, "alpha": alpha} for layer, alpha in ((1, 0.8), (2, 0.95))]
-    added = {"self_speculation": [best], "probes": scores, "probe_settings": {"tried": tried}}
-    text = answer(added, "greedy")
-    assert "adaspeed with exit layer 2 is fastest" in text
-    assert text.endswith("exit layer 1: α 0.800, 1.10; exit layer 2: α 0.950, 1.50.")
-    without = answer(added | {"probes": [{"mode": "greedy", "layer": layer} for layer in (1, 2)]}, "greedy")
-    assert without.endswith("exit layer 1: 1.10; exit layer 2: 1.50.")  # of the label top-p, which has no α
-    assert "exit layer 1" not in answer(added | {"self_speculation": [best | {"load": 9.0, "cores": 2}]}, "greedy")
+    judged = {"mode": "greedy", "auroc": 0.9, "auroc_token_probability": 0.95}
+    scores = [judged | {"layer": 1}, judged | {"layer": 2, "auroc": None}, judged | {"layer": 3, "mode": "sampled"}]
+    added = {"self_speculation": [best], "probes": scores}
+    first = "greedy: AUROC of the probe and of the token's own probability 0.900 and 0.950 at exit layer 1."
+    fastest = "adaspeed with exit layer 2 is fastest, 1.40 times decoding without a draft, 36 prompts."
+    assert answer(added, "greedy") == f"{first} {fastest}"
+    busy = added | {"self_speculation": [best | {"cpu_share": 0.9}]}
+    assert answer(busy, "greedy") == f"{first} The speedups are no results."
 
 
 class Killed(Exception):

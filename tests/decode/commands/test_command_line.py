@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
 from decode.commands.settings import bench_settings, default_suites
+from decode.measure.report import latest
 from decode.methods import PROBE_STOPS, RULES, STOPS
 from decode.progress import as_current
 
@@ -163,11 +163,10 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
         "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",
     ]  # fmt: skip
     assert main([*run, "rest,adaptix", "--datastore", str(tmp_path / "s")]) == 0
-    rows = json.loads((tmp_path / "out/report.json").read_text())["methods"]
+    rows = latest(tmp_path / "out")["methods"]
     assert [r["name"] for r in rows] == ["autoregressive", "generate", "rest", "adaptix"]
     assert all(r["identical_to_target"] for r in rows)
-    assert (tmp_path / "out/report.html").exists()
-    assert not (tmp_path / "out/work/bench.json").exists()
+    assert [*(tmp_path / "out").glob("bench-*.html")]
     assert main(["datastore", "build", "--tokenizer", target, "--input", "gone.txt", "--output", "x"]) == 2
     assert "gone.txt" in capsys.readouterr().err
 
@@ -191,7 +190,7 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
     ]  # fmt: skip
     assert main(argv) == 130
     assert "stopped early" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "report.json").read_text())["methods"]
+    rows = latest(tmp_path)["methods"]
     assert [row["prompts"] for row in rows] == [1, 1, 1]
 
 

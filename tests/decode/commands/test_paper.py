@@ -10,7 +10,7 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import main
-from decode.commands.paper import BASELINES, PUBLISHED, measured, rows_of, table_of
+from decode.commands.paper import BASELINES, PUBLISHED, measured, table_of
 from decode.methods import METHODS
 
 
@@ -38,7 +38,7 @@ def test_our_numbers_stand_beside_the_papers() -> None:
         row("vanilla draft_length=5", 50.0),
         row("adasd", 75.0, verification_threshold=0.3),
     ]
-    table = table_of("adasd", rows_of({"methods": ours}))
+    table = table_of("adasd", ours)
     columns = {str(column.header): map(str, column.cells) for column in table.columns}
     rows = [dict(zip(columns, cells)) for cells in zip(*columns.values())]
     shown = {(row["method"], row["setting"]): row for row in rows}
@@ -69,13 +69,16 @@ def test_a_configuration_is_measured_and_its_report_can_be_read_again(
     assert "58.47" in capsys.readouterr().out
 
 
-def test_adaspec_reads_the_report_of_a_training(tmp_path: Path, capsys) -> None:
-    drafts = [{"name": name, "offline_alpha": alpha} for name, alpha in (("distillspec", 0.6), ("adaspec", 0.65))]
-    (tmp_path / "report.json").write_text(json.dumps({"drafts": drafts, "decoding": []}))
+def test_adaspec_reads_the_drafts_of_a_training_by_its_own_measure_beside_a_benchmark(tmp_path: Path, capsys) -> None:
+    alphas = {"distillspec": 0.6, "adaspec": 0.65}
+    drafts = [{"name": name, "offline_alpha": 0.5, "greedy_accepted_per_tested": a} for name, a in alphas.items()]
+    (tmp_path / "report.json").write_text(json.dumps({"drafts": drafts, "decoding": [row("adaspec", 999.0)]}))
+    (tmp_path / "bench-20260101-000000.json").write_text(json.dumps({"methods": [row("vanilla", 999.0)]}))
     assert main(["paper", "adaspec", "--run", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "65.000" in shown
     assert "62.63" in shown
+    assert "999" not in shown  # no speed of a toy beside those of the paper
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_adaspec_reads_the_report_of_a_training(tmp_path: Path, capsys) -> None:
     [
         ([], "choose one: python -m decode paper adaptix|adasd"),
         (["adasdd"], "did you mean 'adasd'"),
-        (["ears", "--run", "nowhere"], "nowhere has no report.json with measurements"),
+        (["ears", "--run", "nowhere"], "nowhere has no bench-DATE.json"),
         (["adaspeed"], "no probes in 'runs/quickstart/probes'; make them with `make probe`"),
         (["ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),
     ],

@@ -83,6 +83,6 @@ def test_the_command_prints_what_it_measured_and_writes_the_draft_lengths_by_bat
     settings.json = False
     run(settings)
     shown = capsys.readouterr().out
-    assert "3 prompts, load 0 on" in shown
+    assert "3 prompts; α" in shown
     assert "at draft length" not in shown
     assert 'vLLM: "num_speculative_tokens_per_batch_size": [[1, ' in shown.replace("\n", " ")

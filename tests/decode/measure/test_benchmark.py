@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,27 @@ from decode.commands.settings import BenchSettings
 from decode.core.lengths import RoundCosts
 from decode.errors import UserError
 from decode.measure import benchmark as benchmark_module
-from decode.measure.benchmark import BenchEntry, Benchmark, EntryRun, Record, Written, measured, paired_ratios, plan
+from decode.measure import machine
+from decode.measure.benchmark import (
+    BenchEntry,
+    Benchmark,
+    EntryRun,
+    Record,
+    Written,
+    measured,
+    plan,
+    recommend,
+    speed_ratio,
+)
 from decode.measure.costs import Costs
-from decode.measure.report import answers, console_tables, write_report
+from decode.measure.report import answers, console_tables, latest, sections, write_report
 from decode.measure.session import BenchOptions, Session
 from decode.measure.suites import Prompt, Suite
 from decode.models.tokens import chat_ids
 from decode.options import MethodOptions
 
-SURE = {"prompts": 6, "accepted_length": 4.0, "least_cost": 1.2, "load": 0.0, "cores": 2}  # of a speed that is a result
+MACHINE, BENCH = machine.describe() | {"note": ""}, {"notes": {}, "settings": {}}
+SURE = {"prompts": 6, "accepted_length": 4.0, "least_cost": 1.2, "cpu_share": 1.0}  # of a speed that is a result
 METHODS = ["vanilla", "adasd", "vanilla:rule=ears", "prompt-lookup", "generate-assistant", "generate-prompt-lookup"]
 
 
@@ -83,13 +96,14 @@ def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench) 
     assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
 
 
-def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts() -> None:
-    def record(*texts: list[tuple[int, float]], **more) -> Record:
-        written = [[Written([1] * n, seconds, 1, []) for n, seconds in repeats] for repeats in texts]
-        return Record(written, **{"clusters": range(len(texts))} | more)
+def record(*texts: list[tuple[int, float]], **more) -> Record:
+    written = [[Written([1] * n, seconds, 1, []) for n, seconds in repeats] for repeats in texts]
+    return Record(written, **{"clusters": range(len(texts))} | more)
 
+
+def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts() -> None:
     ours, base = record([(10, 1.0), (10, 2.0)], [(6, 1.0)] * 2), record([(10, 2.0), (10, 8.0)], [(3, 1.0)] * 2)
-    assert paired_ratios(ours, base) == [3.0, 2.0]  # median of 2 and 4; lengths do not matter
+    assert speed_ratio(ours, base) == (2.5, None)  # of 3, the median of 2 and 4, and 2; lengths do not matter
     row = measured(ours, {"generate": base})
     assert (row["speedup_vs_generate"], row["speedup_vs_generate_ci95"]) == (2.5, None)
     assert row["tokens_per_second"] == pytest.approx((16 / 2 + 16 / 3) / 2)  # the median of the repeats'
@@ -98,6 +112,24 @@ def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts()
     assert measured(batch, {})["accepted_length_ci95"] is not None
     batch.clusters = [0, 1] * 3
     assert measured(batch, {})["accepted_length_ci95"] is None  # a prompt given three times is one observation
+
+
+def test_the_recommended_length_is_the_shortest_that_is_not_told_from_the_fastest() -> None:
+    times = {2: [1.5] * 8, 4: [1.1, 0.9] * 4, 8: [1.0] * 8, 16: [2.0] * 8}  # seconds of the same prompts
+
+    def chosen(prompts: int = 8, **change: Any) -> int:
+        rows = [{"draft_length": n, "speedup": 3 / sum(each), "identical_to_target": True} for n, each in times.items()]
+        rows[2] |= {"speedup": 2.0} | change
+        recommend([(row, record(*([(10, s)] for s in times[row["draft_length"]][:prompts]))) for row in rows])
+        (best,) = (row["draft_length"] for row in rows if row["recommended"])
+        return best
+
+    assert chosen() == 4  # 2 is slower with every prompt, 4 with half of them
+    assert chosen(prompts=4) == 8  # too few for an interval
+    assert chosen(identical_to_target=False) == 4
+    times[4] = [1.1] * 8
+    assert chosen() == 8
+    assert chosen(identical_to_target=False) == 4  # of other texts, and so the next one is the fastest
 
 
 def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models) -> None:
@@ -241,21 +273,21 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models) -> None:
 @pytest.fixture(scope="module")
 def written(bench, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    (folder / "report.json").write_text(json.dumps({"drafts": [1], "methods": "old"}))
+    (folder / "bench-20250101-000000.json").write_text('{"methods": "old"}')
     return write_report(bench, asdict(BenchSettings(target="t")), folder)
 
 
-def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from_outside(bench, written) -> None:
-    assert [file.name for file in written] == ["report.json", "bench.html", "bench.csv"]
-    content, page = json.loads(written[0].read_text()), written[1].read_text()
-    assert content["drafts"] == [1]
+def test_benches_are_dated_and_kept_and_the_page_needs_nothing_from_outside(bench, written) -> None:
+    assert len({file.stem for file in written}) == 1
+    assert [file.name[:8] + file.suffix for file in written] == ["bench-20.json", "bench-20.html", "bench-20.csv"]
+    content, page = latest(written[0].parent), written[1].read_text()
+    assert len([*written[0].parent.iterdir()]) == 4
     assert content["methods"] == bench.rows
     assert content["machine"]["threads"] == bench.session.threads
     assert all(row["name"] in page for row in bench.rows)
     assert page.count("<svg") == 2  # three prompts are too few for speeds
     assert page.count("<summary>By category</summary>") == 2
-    assert "no speedup is given, since" in page
-    assert "3 prompts were timed, expected 6 or more" in page
+    assert page.count("3 prompts were timed, expected 6 or more") == 1
     assert not re.search("https?://(?!www.w3.org)", page)
 
 
@@ -283,11 +315,14 @@ def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(
     slow, fast = ([row | SURE | {"speedup": speedup} for row in rows_of(bench, 0.0)] for speedup in (0.99, 1.01))
     assert answers(slow)[0].endswith(": no lossless method is faster than no draft")
     assert "fastest lossless method" in answers(fast)[0]
-    busy = [row | {"load": 30} for row in fast]
-    assert answers(busy)[0].startswith(
-        "toy, greedy, 6 prompts, load 30 on 2 cores: no speedup is given, since the machine"
-    )
-    assert "fastest" not in answers(busy)[0]
+    shown = sections(fast, MACHINE, BENCH)
+    assert "vanilla" in next(iter(shown)).figures[0][0]
+    for row in fast:
+        row["recommended"] = row["name"] != "vanilla"
+    assert "vanilla" not in next(iter(sections(fast, MACHINE, BENCH))).figures[0][0]
+    busy = [row | {"cpu_share": 0.5} for row in fast]
+    assert "Speedup" not in "".join(svg for svg, _ in next(iter(sections(busy, MACHINE, BENCH))).figures)
+    assert answers(busy) == ["toy, greedy, 6 prompts: no speedup is a result"]
 
 
 def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path, monkeypatch) -> None:
@@ -307,7 +342,7 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, t
     assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == pytest.approx([1, 1])
     batches.rows = [row | SURE for row in batches.rows]
     files = write_report(batches, {}, tmp_path)
-    beside = "6 prompts, load 0 on 2 cores"
+    beside = "6 prompts"
     titles = [f"toy, greedy, {beside}", f"toy, greedy, batch size 3, {beside}"]
     assert [str(table.title) for table in console_tables(batches.rows)] == titles
     values = list(csv.DictReader(files[2].open(encoding="utf-8")))

@@ -14,7 +14,13 @@ from decode.core.sampling import LogitsWarper
 from decode.loop import decode
 from decode.measure import acceptance
 from decode.measure import costs as costs_module
-from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alphas, replay
+from decode.measure.acceptance import (
+    OfflineAlpha,
+    offline_accepted_length,
+    offline_accepted_per_tested,
+    offline_alphas,
+    replay,
+)
 from decode.measure.costs import best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -79,8 +85,11 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     out = decode(runner, build("vanilla", parts), warp, prompt, max_new_tokens=40)
     alpha = offline_alpha(target, draft, [(out.ids, len(prompt))], warp)
     assert 0 < sum(alpha.texts[0]) < len(alpha.texts[0])
-    lengths = replay([alpha.texts[0]], length)
-    assert sum(lengths.values()) == len(out.rounds)
+    lengths, tested = replay([alpha.texts[0]], length)
+    assert (sum(lengths.values()), tested) == (len(out.rounds), sum(r.tested for r in out.rounds))
+    accepted = sum(r.accepted for r in out.rounds)
+    rejected = sum(r.accepted < r.drafted for r in out.rounds)  # as AdaSPEC's authors count
+    assert offline_accepted_per_tested([alpha], length) == pytest.approx(accepted / (accepted + rejected))
     assert sorted(k for k, n in lengths.items() for _ in range(round(n))) == sorted(r.drafted for r in out.rounds)
 
 

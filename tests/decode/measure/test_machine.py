@@ -1,4 +1,4 @@
-"""Threads of a measurement, the load of other programs meanwhile, and which speeds are results."""
+"""Threads of a measurement, what other programs took of it, and which speeds are results."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from pairs import make_pair, make_suite, make_tokenizer
 
 from decode.measure import machine
 from decode.measure.benchmark import Benchmark
+from decode.measure.machine import timed
 from decode.measure.session import BenchOptions, Session
 from decode.models.check import open_runner
 
@@ -39,30 +40,26 @@ def test_the_faster_count_is_chosen_by_measurement_and_torchs_own_stays(tiny, tw
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize(("own", "used", "waiting", "load"), [
-    (10.0, 10.4, 9.0, 0.04), (9.0, 14.0, 9.0, 0.5), (1.3, 20.0, 31.0, 30.0), (10.0, 20.0, 1.5, 1.0), (5.0, 0.0, 0.0, 0.0),
-])  # fmt: skip
-def test_the_load_is_what_other_programs_take_and_where_nothing_is_free_wait_for(
-    own: float, used: float, waiting: float, load: float, monkeypatch
-) -> None:
-    """In ten seconds on two cores; the average of the last minute counts where no time was free."""
-    times = iter([(0.0, 0.0, 0.0), (10.0, own, used)])
-    monkeypatch.setattr(machine, "_times", lambda: next(times))
-    monkeypatch.setattr(machine.psutil, "getloadavg", lambda: (waiting, 0.0, 0.0))
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    with machine.other_load() as seen:
-        pass
-    assert seen == pytest.approx({"load": load, "cores": 2})
+def test_the_share_is_what_the_measuring_thread_had_of_a_processor_whatever_others_use(monkeypatch) -> None:
+    """Ten seconds of the clock, of which it had nine; on a GPU, where it may sleep, nothing is said."""
+    for device, noted in (("cpu", {"cpu_share": 0.9}), ("cuda", {})):
+        for name, ends in {"perf_counter": (5.0, 15.0), "thread_time": (1.0, 10.0)}.items():
+            monkeypatch.setattr(machine.time, name, iter(ends).__next__)
+        with timed(torch.device(device)) as found:
+            pass
+        monkeypatch.undo()
+        assert found == pytest.approx(noted)
+    assert machine.busy({"cpu_share": 0.94}) > machine.busy({"cpu_share": 0.96}) == machine.busy({})
 
 
-RESULT = {"speedup": 2.0, "accepted_length": 3.0, "least_cost": 1.2, "prompts": 6, "load": 0.5, "cores": 2}
+RESULT = {"speedup": 2.0, "accepted_length": 3.0, "least_cost": 1.2, "prompts": 6, "cpu_share": 0.96}
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    ({}, ""), ({"load": 30.2}, "the machine was busy (load 30.2 on 2 cores): measure again on an idle machine"),
+    ({}, ""), ({"cpu_share": 0.94}, "the machine was busy: the timed rounds had a processor for less than 95% of the time: measure"),
     ({"least_cost": 0.26}, "0.26 times as long as one: v(n) is below 1"), ({"prompts": 5}, "5 prompts were timed, expected 6"),
     ({"speedup": 3.1}, "above the accepted length of 3.00"), ({"speedup": 3.1, "baseline": True}, ""),
-    ({"speedup": 3.1, "load": 1, "prompts": 2}, "busy (load 1 on 2 cores); it is above"), ({"speedup": None, "prompts": 1}, ""),
+    ({"speedup": 3.1, "cpu_share": 0.5, "prompts": 2}, "95% of the time; it is above"), ({"speedup": None, "prompts": 1}, ""),
     ({"least_cost": 0.97}, ""), ({"speedup": 3.0 + 1e-9}, ""), ({"prompts": 5}, "6 or more: time more (--limit"),
 ])  # fmt: skip
 def test_a_speedup_that_cannot_be_or_was_not_measured_well_is_no_result(change: dict, why: str) -> None:

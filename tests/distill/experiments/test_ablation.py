@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy.special import stdtr
 from tiny_run import begun, tiny_settings
 
 from decode.errors import UserError
 from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers, rounds_of_texts
-from distill.ablation import AblateSettings, ablate, table
+from distill.ablation import ACCOUNT, AblateSettings, ablate, table
 from distill.config import DraftSettings
 from distill.results.evaluate import doubled
 
@@ -27,6 +28,8 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -
         text = io.StringIO()
         folder = ablate(AblateSettings(**vars(settings)), Console(file=text, width=200))
         assert text.getvalue().count("up to date") == finished
+        assert text.getvalue().count("greedy gain") == 1
+        assert "Δα" not in text.getvalue()
         drafts.append(json.loads((folder / "ablation.json").read_text())["drafts"])
     assert drafts[0] == drafts[1]
     assert [(row["name"], row["seeds"]) for row in drafts[0]] == [("distillspec", 2), ("adaspec", 2), ("late-tv", 2)]
@@ -45,14 +48,21 @@ def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts()
             alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
             rounds = [sum(text.values()) for text in rounds_of_texts([alpha], 5)]
             drafts[f"{name}{seed}"] = {"sums": alpha.sums, "rounds": {"5": rounds}}
-            account = {"optimiser_steps": 1, "teacher_tokens": 2, "seconds": 3.0, "offline_alpha": alpha.mean}
-            rows.append(account | {"name": f"{name}{seed}", "alpha_by_position": [alpha.mean]})
+            rows.append(
+                dict.fromkeys(ACCOUNT, alpha.mean) | {"name": f"{name}{seed}", "alpha_by_position": [alpha.mean]}
+            )
     texts = {"counts": [3] * 4, "prompts": [0, 1, 2, 3], "drafts": drafts}
     report = {"drafts": rows, "texts": {"sampled": texts, "greedy": texts}}
     names = {name: [f"{name}{seed}" for seed in range(3)] for name in ("distillspec", "adaspec")}
-    first, row = table({name: (report, seeds) for name, seeds in names.items()})
+    lines = {name: (report, seeds) for name, seeds in names.items()}
+    first, row = table(lines)
     assert row["gain"] == pytest.approx(0.02)
     assert row["gain_se"] == pytest.approx(np.hypot(0.01 / 3**0.5, np.std(noise, ddof=1) / 2))
+    p = 2 * stdtr(2, -0.02 / (0.01 / 3**0.5))  # of three seeds, which is larger than that of four prompts
+    assert row["gain_p"] == pytest.approx(p)
+    assert table(lines | {"again": lines["adaspec"]})[1]["gain_p"] == pytest.approx(2 * p)  # two are compared
+    over, other = table(lines, None, "adaspec")
+    assert (over["gain"], "gain" in other) == (pytest.approx(-0.02), False)
     assert "gain" not in first
     assert row["length_gain"] == pytest.approx(row["offline_accepted_length"] - first["offline_accepted_length"])
 
@@ -86,6 +96,10 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path) 
     settings = AblateSettings(**vars(tiny))
     settings.ablation.seeds, settings.ablation.kinds = [3], ["dflash2", "dspark", "eagle3", "dflash"]
     settings.student.draft_vocab, settings.student.block.markov_rank, settings.student.block.layers = 50, 2, 1
+    settings.ablation.against = "kl"
+    with pytest.raises(UserError, match=r"ablation\.against is 'kl', expected one of dflash2 kl, dspark kl, eagle3 kl"):
+        ablate(settings, Console(file=io.StringIO()))
+    settings.ablation.against = "eagle3 kl"
     with pytest.raises(UserError, match=r"target\.kind is 'scratch'.* take as_is"):
         ablate(settings, Console(file=io.StringIO()))
     settings.target.kind, settings.target.model = "as_is", str(tmp_path / "tiny" / "target")
@@ -103,4 +117,5 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path) 
     texts = report["texts"]["sampled"]
     rounds = texts["drafts"]["kl"]["rounds"]
     assert rows[2]["offline_accepted_length"] == pytest.approx(sum(texts["counts"]) / sum(rounds[length]))
+    assert [row.get("gain") is None for row in rows] == [False, False, True, False]
     assert text.getvalue().count("of them written now") == 2  # of training and validation, for all kinds

@@ -1,6 +1,7 @@
 """``python -m distill``: what the command accepts, prints and returns; every file in ``configs/``."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tiny_run import tiny_settings
 from decode.commands import bench as compare
 from decode.commands.cli import parse, read_config, run_main
 from decode.commands.settings import bench_settings
+from decode.files import read_json
 from decode.methods import Parts
 from distill import __main__ as command
 from distill import train
@@ -42,7 +44,8 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     argv = ["--config", QUICKSTART, "--output_dir", str(tmp_path), "--evaluation.temperatures", "0.0"]
     status, out, _ = run(capsys, *argv, "--dry-run")
     assert status == 0
-    assert out.endswith(f"of random models; to train: python -m distill {' '.join(argv)}\n")
+    assert out.endswith(f"to train: python -m distill {' '.join(argv)}\n")
+    assert not re.search(r"speedup|Δα|\*\*|n\.s\.|measure again|report\.html", out)
     dry = tmp_path / "quickstart-dry-run"
     for path in ("report.html", "export/model.safetensors", "export/speculation_profile.json", "settings.yaml"):
         assert (dry / path).stat().st_size > 0
@@ -56,9 +59,15 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     status, out, _ = run(capsys, *again, "--evaluation.prompts", "3")
     assert (status, out.count("up to date")) == (0, 5)
     assert json.loads(report.read_text())["probes"] == [{"layer": 1}]
-    status, out, _ = run(capsys, *again, "--evaluation", "false", "--export.choose", "distillspec")
-    assert (status, out.count("up to date")) == (0, 5)
-    assert "report.html" not in out
+    assert [path.name for path in dry.glob("export*")] == ["export"]  # of the same draft
+    chosen = read_json(dry / "export" / "speculation_profile.json")["export"]["name"]
+    for flags, told in (((), 1), (("--overwrite", "true"), 0)):
+        other = ({"distillspec", "adaspec"} - {chosen}).pop() if told else chosen
+        status, out, _ = run(capsys, *again, "--evaluation", "false", "--export.choose", other, *flags)
+        assert (status, out.count("up to date"), out.count("export of other settings or files")) == (0, 5, told)
+        assert "report.html" not in out
+        assert {path.name for path in dry.glob("export*")} == {"export", "export.old-1"}
+        assert read_json(dry / "export.old-1" / "speculation_profile.json")["export"]["name"] == chosen
 
 
 @pytest.mark.parametrize(
