@@ -316,10 +316,10 @@ def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(
     assert answers(slow)[0].endswith(": no lossless method is faster than no draft")
     assert "fastest lossless method" in answers(fast)[0]
     shown = sections(fast, MACHINE, BENCH)
-    assert "vanilla" in next(iter(shown)).figures[0][0]
+    assert ">vanilla<" in next(iter(shown)).figures[0][0]
     for row in fast:
         row["recommended"] = row["name"] != "vanilla"
-    assert "vanilla" not in next(iter(sections(fast, MACHINE, BENCH))).figures[0][0]
+    assert ">vanilla<" not in next(iter(sections(fast, MACHINE, BENCH))).figures[0][0]
     busy = [row | {"cpu_share": 0.5} for row in fast]
     assert "Speedup" not in "".join(svg for svg, _ in next(iter(sections(busy, MACHINE, BENCH))).figures)
     assert answers(busy) == ["toy, greedy, 6 prompts: no speedup is a result"]
