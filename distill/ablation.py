@@ -74,8 +74,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
         more = doubled(settings, rows) if len(kinds) < 2 else ""
         write_table(folder / "ablation.md", rows, more)
     console.print(console_table("", TABLE, rows))
-    console.print(more, end="", highlight=False)
-    console.print(str(folder / "ablation.md"), highlight=False)
+    console.print(*filter(None, (more, str(folder / "ablation.md"))), sep="\n", highlight=False)
     return folder
 
 

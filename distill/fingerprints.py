@@ -15,7 +15,7 @@ from distill.config.base import Values
 from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
 
-VERSION = 5
+VERSION = 6
 """Raised when a change of the code changes what a stage produces."""
 MEASURES = 1
 """Raised when a change of the code changes what a report holds."""

@@ -152,7 +152,9 @@ def measure(run: Run) -> Values:
     run.logger = tried(run.logger, run.line)
     write_settings(settings, run.folder / "settings.yaml")
     chosen, exported = export(run, before.get("draft"))
-    write_json(note, before | {"draft": exported})  # so that a killed evaluation leaves no second export
+    # a killed evaluation leaves no second export, and no report of another draft that seems up to date
+    write_json(note, before | {"fingerprint": None, "draft": exported})
+    export_gguf(run.export, run.target, settings.export)
     if evaluated:
         with working(run.console, "evaluation", bars=False):
             measured = evaluate(run)
@@ -191,8 +193,7 @@ def export(run: Run, before: str | None) -> tuple[str, str]:
         length = student.steps if student.steps > 1 else None
         export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
     if keep is not None:
-        run.line(f"{keep} is the export of other settings or files that was there")
-    export_gguf(run.export, run.target, settings.export)
+        run.line(f"{keep} is the export that was there")
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen, key
 

@@ -97,11 +97,12 @@ def run(settings: ServeCheckSettings) -> None:
         rows, load, causes = serve_check(engine, session, items, settings, causes, numbers)
     result = plain({"engine": engine.name, "rows": rows, "load": load, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
-    result["pays"] = f"Under load, {engine.name}: {paying_load(result['load'])}" if load else ""
+    told = any("speedup" in row for row in load)  # a server that runs already is not asked without its draft
+    result["pays"] = f"Under load, {engine.name}: {paying_load(result['load'])}" if told else ""
     if profile:  # in place of the engine's earlier check
         earlier = [other for other in profile.get("served") or [] if other.get("engine") != engine.name]
         write_json(draft / "speculation_profile.json", profile | {"served": [*earlier, result]})
-        if load and (card := draft / "README.md").is_file():
+        if told and (card := draft / "README.md").is_file():
             text = re.sub(rf"\n+Under load, {engine.name}: .*", "", card.read_text(encoding="utf-8"))
             write_text(card, f"{text.rstrip()}\n\n{result['pays']}\n")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result, causes)

@@ -47,8 +47,17 @@ def under_load(
 
 
 def paying_load(rows: Sequence[Row]) -> str:
-    """Up to how many requests at a time a draft is faster than none, the interval of its speedup being above 1."""
-    faster = [row for row in rows if (row.get("speedup_ci95") or [0])[0] > 1 and not doubt(row)]
+    """Up to how many requests at a time, and at all smaller numbers tried, a draft is faster than none.
+
+    That is where the interval of its speedup is above 1.
+    """
+    faster, slower = list[Row](), set[tuple[Any, ...]]()
+    for row in sorted(rows, key=lambda row: row["requests"]):
+        draft = row["temperature"], row["draft_length"]
+        if draft not in slower and (row.get("speedup_ci95") or [0])[0] > 1 and not doubt(row):
+            faster.append(row)
+        else:
+            slower.add(draft)
     if not faster:
         return "not surely faster than without a draft, of which six prompts or more have to show it"
     most = max(faster, key=lambda row: row["requests"])

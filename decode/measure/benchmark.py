@@ -393,7 +393,8 @@ class Benchmark:
         """Make the rows of one suite, temperature and batch size; its prompts begin with `items`."""
         session, generated = self.session, next(run.record.texts for run in runs if run.entry.method == REFERENCE)
         numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
-        categories = by_category(item.prompt for item in items[: len(runs[0].record.texts)])
+        timed = max(len(run.record.texts) for run in runs)  # none of a refused baseline
+        categories = by_category(item.prompt for item in items[:timed])
         for run in runs:
             run.record.clusters = numbers[: len(run.record.texts)]
         for run in runs:
@@ -412,6 +413,7 @@ class Benchmark:
                 "lossless": lossless,
                 "baseline": entry.is_baseline,
                 "repeats": session.options.repeats,
+                "prompts": len({*numbers[:timed]}),
                 "note": run.note,
                 **load,
             }

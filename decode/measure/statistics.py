@@ -45,6 +45,7 @@ def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> 
 
     Its standard error is the jackknife's, its degrees of freedom those of the sum with the fewest `equal_weights`: a
     percentile bootstrap, or n − 1 degrees of freedom, miss 7 to 16 % of the ratios of eight texts of uneven lengths.
+    Where one observation has nearly all the weight (less than one degree of freedom), there is no interval.
 
     The observations, a and b or a, b, c and d each, are in clusters: all texts of a prompt are one.
     """
@@ -52,12 +53,12 @@ def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> 
     parts = np.array(list(sums), float)
     np.add.at(values := np.zeros((len(numbers), parts.shape[1])), place, parts)
     n, signs, totals = len(values), np.array([1, -1, -1, 1][: values.shape[1]]), values.sum(0)
-    ratio = float(np.prod(totals**signs))
-    if n < LEAST:
+    ratio, freedom = float(np.prod(totals**signs)), equal_weights(values).min() - 1
+    if n < LEAST or not freedom >= 1:
         return ratio, None
     without = np.log(totals - values) @ signs
     error = math.sqrt((n - 1) * without.var())
-    factor = math.exp(special.stdtrit(equal_weights(values).min() - 1, 0.975) * error)
+    factor = math.exp(special.stdtrit(freedom, 0.975) * error)
     return ratio, [ratio / factor, ratio * factor]
 
 
@@ -68,7 +69,7 @@ def p_value(difference: float, se: float, n: float) -> float:
     over texts, the p-value is the larger one of the seeds' own error and of both together: with degrees of freedom in
     between it is below 0.05 in up to 14 % of the cases without a difference.
     """
-    if difference == 0 or math.isnan(se):
+    if difference == 0 or math.isnan(se) or n <= 1:
         return 1.0
     if se == 0:
         return 0.0

@@ -109,6 +109,8 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     assert "up to a concurrency of 4 (1.25 (1.25–1.25), 3 drafted tokens, T = 0)" in line
     slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 4 else at for at in drafted]
     assert "up to a concurrency of 1 (" in paying_load(slower)
+    slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 1 else at for at in drafted]
+    assert "not surely faster" in paying_load(slower)  # a larger number alone is chance
     assert "not surely faster" in paying_load(none)
     assert "not surely faster" in paying_load([at | {"speedup": 2.0} for at in drafted])  # more than is accepted
 

@@ -36,6 +36,7 @@ def test_fewer_than_six_prompts_have_no_interval(n: int) -> None:
     if n:
         assert ratio_interval(range(n), [[2.0, 1.0]] * n) == (2.0, None)
         assert ratio_interval([0] * 20, [[2.0, 1.0]] * 20) == (2.0, None)  # a prompt given twice is one observation
+        assert ratio_interval(range(20), [[900.0, 300.0]] + [[2.0, 1.0]] * 19)[1] is None  # one has nearly all weight
 
 
 def test_the_median_of_six_lies_between_all_of_them_and_ratios_of_ratios_are_paired() -> None:
