@@ -17,7 +17,8 @@ from decode.files import Fields
 from decode.measure.statistics import LEAST, finite
 from decode.models.api import Model, Read
 
-UNDISTURBED = 0.95  # least share of the timed rounds in which their thread has a processor
+UNDISTURBED = 0.95  # least share of the timed rounds in which no thread waits for a processor
+THREADS = Path("/proc/self/task")  # Linux counts how long each thread was ready to run without a processor
 SURE = 0.95  # v(n) is 1 or more; where it is 1, as on a GPU, this is room for its error
 SLOW = 0.05  # if one token takes longer than these seconds, one thread is not tried, and all are used
 CLEARLY = 0.85  # waiting for a descheduled thread is expensive, so all threads have to be so much faster than one
@@ -47,20 +48,28 @@ def sentence(facts: Mapping[str, Any]) -> str:
     return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}"
 
 
+def _delayed() -> float | None:
+    """Seconds that threads of this process were ready and had no processor; None where the system does not tell."""
+    try:
+        return sum(int(path.read_text().split()[1]) for path in THREADS.glob("*/schedstat")) / 1e9 or None
+    except (OSError, ValueError, IndexError):  # a thread has just ended, or the kernel does not count
+        return None
+
+
 @contextmanager
 def timed(device: torch.device) -> Iterator[Fields]:
-    """Note, at the end of the block, the share of its time that this thread had a processor, as ``cpu_share``.
+    """Note, at the end of the block, the share of its time in which no thread waited for a processor, as ``cpu_share``.
 
-    It is below 1 where other programs had the processor instead, and where this thread waited for others of its process
-    that had none. On a GPU nothing is noted, since a thread may sleep while it waits for the device.
+    It is below 1 where other programs had the processors. A thread that sleeps until another one has done its part
+    waits for none. On a GPU, and where the system does not tell, nothing is noted.
     """
-    noted, clock, processor = Fields(), time.perf_counter(), time.thread_time()
+    noted, clock, before = Fields(), time.perf_counter(), _delayed()
     try:
         yield noted
     finally:
-        if device.type == "cpu":
-            spent = max(time.perf_counter() - clock, 1e-9)
-            noted["cpu_share"] = min(1.0, (time.thread_time() - processor) / spent)
+        spent = max(time.perf_counter() - clock, 1e-9)
+        if device.type == "cpu" and before is not None and (after := _delayed()) is not None:
+            noted["cpu_share"] = min(1.0, max(0.0, 1 - (after - before) / spent))
 
 
 def busy(row: Mapping[str, Any]) -> bool:

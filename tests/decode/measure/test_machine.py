@@ -40,14 +40,20 @@ def test_the_faster_count_is_chosen_by_measurement_and_torchs_own_stays(tiny, tw
     assert torch.get_num_threads() == 2
 
 
-def test_the_share_is_what_the_measuring_thread_had_of_a_processor_whatever_others_use(monkeypatch) -> None:
-    """Ten seconds of the clock, of which it had nine; on a GPU, where it may sleep, nothing is said."""
-    for device, noted in (("cpu", {"cpu_share": 0.9}), ("cuda", {})):
-        for name, ends in {"perf_counter": (5.0, 15.0), "thread_time": (1.0, 10.0)}.items():
-            monkeypatch.setattr(machine.time, name, iter(ends).__next__)
+def test_the_share_is_the_time_in_which_no_thread_waited_for_a_processor(tmp_path, monkeypatch) -> None:
+    """Ten seconds of the clock, in which two threads waited for half a second each; on a GPU nothing is said."""
+    stats = [tmp_path / number / "schedstat" for number in "12"]
+    monkeypatch.setattr(machine, "THREADS", tmp_path)
+    for device, told, noted in (("cpu", True, {"cpu_share": 0.9}), ("cpu", False, {}), ("cuda", True, {})):
+        for stat in stats if told else ():
+            stat.parent.mkdir(exist_ok=True)
+            stat.write_text("7000000000 1000000000 5\n")
+        monkeypatch.setattr(machine.time, "perf_counter", iter((5.0, 15.0)).__next__)
         with timed(torch.device(device)) as found:
-            pass
+            for stat in stats:
+                stat.write_text("9000000000 1500000000 6\n") if told else stat.unlink(missing_ok=True)
         monkeypatch.undo()
+        monkeypatch.setattr(machine, "THREADS", tmp_path)
         assert found == pytest.approx(noted)
     assert machine.busy({"cpu_share": 0.94}) > machine.busy({"cpu_share": 0.96}) == machine.busy({})
 

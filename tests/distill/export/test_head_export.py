@@ -79,7 +79,7 @@ def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path) ->
     assert "of its training" not in read(out)[2]
     add_measurements(out, changed(decoding=[decoding("adaspec", 0.0, 8, 3.0)]), "adaspec")
     assert "\nSGLang (more than the 7 drafted tokens of its training):" in read(out)[2]
-    assert "draft 8 tokens a round (more than the 7 drafted tokens of its training), which" in read(out)[2]
+    assert "draft 8 tokens a round (more than the 7 drafted tokens of its training), the shortest" in read(out)[2]
     assert read_json(out / "speculation_profile.json")["method"] == {1: "eagle", 3: "eagle3"}[version]
     if version == 1:
         return
