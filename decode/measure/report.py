@@ -161,7 +161,9 @@ def write_page(path: Path, title: str, headline: str, sections: Iterable[Section
     templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     templates.globals |= {"cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
     sections = list(sections)
-    why = doubts(row for section in sections for table in section.tables for row in table.rows)
+    # categories have their own note
+    tables = [table for section in sections for table in section.tables if table.keys != OF_CATEGORY]
+    why = doubts(row for table in tables for row in table.rows)
     shown: Fields = {"title": title, "headline": headline, "doubts": why, "sections": sections}
     page = templates.get_template("html_page.html").render(shown)
     write_text(path, page.lstrip())
@@ -206,7 +208,8 @@ def by_category(rows: Sequence[Row]) -> list[Table]:
     """A table of what the five fastest methods of a block have in each category of its suite, if it has several."""
     fastest = [row for row in drafting(rows) if row["recommended"]][:5]
     parts = [{**row, **part} for row in fastest for part in row.get("categories") or ()]
-    return [Table(OF_CATEGORY, parts, "By category", folded=True)] if parts else []
+    note = "" if doubts(rows) else doubts(parts)  # most have fewer prompts than the block
+    return [Table(OF_CATEGORY, parts, "By category", folded=True, note=note)] if parts else []
 
 
 def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
@@ -216,7 +219,8 @@ def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
         without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
         styled = [{**row, **without, "style": STYLES[row["kind"]]} for row in block]
         yield console_table(title, keys, styled, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
-        yield from (console_table(table.title, table.keys, table.rows) for table in by_category(block))
+        for table in by_category(block):
+            yield console_table(table.title, table.keys, table.rows, [table.note] if table.note else [])
 
 
 def answers(rows: Sequence[Row]) -> list[str]:

@@ -31,7 +31,17 @@ from decode.measure.benchmark import (
     speed_ratio,
 )
 from decode.measure.costs import Costs
-from decode.measure.report import answers, console_tables, latest, sections, write_report
+from decode.measure.report import (
+    Section,
+    Table,
+    answers,
+    by_category,
+    console_tables,
+    latest,
+    sections,
+    write_page,
+    write_report,
+)
 from decode.measure.session import BenchOptions, Session
 from decode.measure.suites import Prompt, Suite
 from decode.models.tokens import chat_ids
@@ -290,6 +300,17 @@ def test_benches_are_dated_and_kept_and_the_page_needs_nothing_from_outside(benc
     assert page.count("<summary>By category</summary>") == 2
     assert page.count("3 prompts were timed, expected 6 or more") == 1
     assert not re.search("https?://(?!www.w3.org)", page)
+
+
+def test_categories_of_few_prompts_are_marked_where_they_stand_and_not_at_the_head_of_the_page(bench, tmp_path) -> None:
+    few = {"categories": [{"category": "math", "speedup": 1.5, "prompts": 4}], "recommended": True}
+    rows = [row | SURE | few for row in bench.rows if row["speedup"]]
+    (table,) = by_category(rows)
+    assert "4 prompts were timed" in table.note
+    write_page(tmp_path / "page.html", "t", "", [Section("s", tables=[Table(("name", "speedup"), rows), table])])
+    assert (tmp_path / "page.html").read_text().count("4 prompts were timed") == 1
+    (table,) = by_category([row | {"prompts": 1} for row in rows])
+    assert not table.note  # the head of the page says it
 
 
 def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench) -> None:
