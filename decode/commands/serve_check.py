@@ -149,18 +149,19 @@ def serve_check(
     other_ids: list[str] = []
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
-        current().update(
-            name=f"{engine.name}: {len(items)} texts, {f'{length} drafted tokens' if length else 'no draft'}"
-        )
+        work, of = current(), f"{length} drafted tokens" if length else "no draft"
+        work.update(name=f"{engine.name}: texts, {of}", done=0, total=len(items) * len(settings.temperatures))
         with opened(engine, length) as server:
             if not (session.options.chat or other_ids):  # a chat's text is in no template there
                 differences = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
                 other_ids.extend(filter(None, differences))
-            texts = dict[float, list[ServedText]]()
-            for t in settings.temperatures:
+            texts: dict[float, list[ServedText]] = {t: [] for t in settings.temperatures}
+            for t in texts:
                 how: Fields = {"temperature": t, "max_new_tokens": budget, "stop_ids": ends}
                 server.write(prompts[0], seed=0, **how | {"max_new_tokens": 8})  # compiles kernels, fills caches
-                texts[t] = [server.write(ids, seed=number, **how) for number, ids in enumerate(prompts, settings.seed)]
+                for number, ids in enumerate(prompts, settings.seed):
+                    texts[t].append(server.write(ids, seed=number, **how))
+                    work.advance()
                 for n in settings.concurrency:
                     row, together = under_load(server, prompts, n, undrafted.get((t, n)), seed=settings.seed, **how)
                     load.append({"temperature": t, "draft_length": length, **row})

@@ -48,33 +48,35 @@ def sentence(facts: Mapping[str, Any]) -> str:
     return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}"
 
 
-def _delayed() -> float | None:
-    """Seconds that threads of this process were ready and had no processor; None where the system does not tell."""
+def _delays() -> dict[str, float]:
+    """Seconds that each thread of this process was ready and had no processor; empty where the system does not tell."""
     try:
-        return sum(int(path.read_text().split()[1]) for path in THREADS.glob("*/schedstat")) / 1e9 or None
+        return {path.parent.name: int(path.read_text().split()[1]) / 1e9 for path in THREADS.glob("*/schedstat")}
     except (OSError, ValueError, IndexError):  # a thread has just ended, or the kernel does not count
-        return None
+        return {}
 
 
 @contextmanager
 def timed(device: torch.device) -> Iterator[Fields]:
-    """Note, at the end of the block, the share of its time in which no thread waited for a processor, as ``cpu_share``.
+    """Note, at the end of the block, the share of its time in which the most delayed thread waited for no processor.
 
-    It is below 1 where other programs had the processors. A thread that sleeps until another one has done its part
-    waits for none. On a GPU, and where the system does not tell, nothing is noted.
+    This is ``cpu_share``. It is below 1 where other programs had the processors; a thread that sleeps until another one
+    has done its part waits for none. On a GPU, and where the system does not tell, nothing is noted.
     """
-    noted, clock, before = Fields(), time.perf_counter(), _delayed()
+    noted, clock, before = Fields(), time.perf_counter(), _delays()
     try:
         yield noted
     finally:
-        spent = max(time.perf_counter() - clock, 1e-9)
-        if device.type == "cpu" and before is not None and (after := _delayed()) is not None:
-            noted["cpu_share"] = min(1.0, max(0.0, 1 - (after - before) / spent))
+        spent, after = max(time.perf_counter() - clock, 1e-9), _delays()
+        if device.type == "cpu" and before and after:
+            waited = max(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
+            noted["cpu_share"] = min(1.0, max(0.0, 1 - waited / spent))
 
 
 def busy(row: Mapping[str, Any]) -> bool:
     """Whether other programs disturbed the measurement of a row (see `timed`)."""
-    return (row.get("cpu_share") or 1.0) < UNDISTURBED
+    share = row.get("cpu_share")
+    return share is not None and share < UNDISTURBED
 
 
 def conditions(row: Mapping[str, Any]) -> str:
@@ -92,7 +94,7 @@ def doubt(*rows: Mapping[str, Any]) -> str:
     reasons: dict[str, str] = {}  # with what to do
     idle, more = (
         "measure again on an idle machine",
-        ("time more (--limit; of a training --evaluation.decode-prompts, of probes --probes.bench-prompts)"),
+        "time more (--limit; of a training --evaluation.decode-prompts, of probes --probes.bench-prompts)",
     )
     for row in rows:
         speedup = row.get("speedup", row.get("predicted_speedup"))

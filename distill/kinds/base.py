@@ -46,7 +46,8 @@ class Draft:
 
         Args:
             batch: Of `distill.data.dataset.completed`.
-            chance: What each text draws from; empty: nothing is drawn; None: for validation, where it is not either.
+            chance: What each text draws from; empty where nothing is drawn. None: for validation, which measures
+                ``depth`` drafting steps in place of ``steps``, and draws nothing either.
         """
         raise NotImplementedError
 
