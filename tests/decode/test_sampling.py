@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from decode.core import sampling
-from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, one_hot
+from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, inverse, one_hot
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -35,6 +35,12 @@ SETTINGS: list[dict[str, float | int]] = [
     {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},
     {"temperature": 1.4, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3},
 ]
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (0.2, 1), (0.25, 3), (1 - 2**-53, 3)])
+def test_a_token_without_weight_is_never_drawn_not_even_where_the_share_ends_with_the_token_before(u, token) -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0]])
+    assert inverse(weights, torch.tensor([[u]], dtype=torch.float64)).tolist() == [token]
 
 
 def generated(model: PreTrainedModel, settings: dict[str, float | int], new: int) -> tuple[list[int], Tensor]:
