@@ -376,7 +376,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
     if signal.kind == "topk":
         tail = mean_tail(validation)
-        run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
+        run.line(f"the stored {signal.k} probabilities leave out {tail:.2%} of the mass; α is off by at most that")
     if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
     return DistillData(signal, train, validation, complete, expect if online else None)
