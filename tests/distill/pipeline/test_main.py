@@ -138,8 +138,10 @@ ROOT = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_is_read_by_its_commands(path: Path) -> None:
-    content, argv = read_config([path]), ["--config", str(path)]
+def test_every_file_is_read_by_its_commands_and_is_found_from_any_folder(path: Path, tmp_path, monkeypatch) -> None:
+    content, argv, name = read_config([path]), ["--config", str(path)], path.relative_to(ROOT)
+    monkeypatch.chdir(tmp_path)
+    assert read_config([name]) == read_config(["configs" / name]) == content
     commands = {"ablation": AblateSettings, "drafts": Settings, "probes": ProbesSettings}
     for section in commands.keys() & content.keys():
         parse(commands[section], argv, prog="", foreign=command.FOREIGN - {section}).validate()
