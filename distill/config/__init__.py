@@ -165,7 +165,8 @@ class Settings:
     tags: list[str] = field(default_factory=list)
     """Tags of the W&B runs: one for each stage, in a group of the run's name."""
     overwrite: bool = False
-    """Replace an export that was made from other settings or files. Without it that one is kept, as export.old-1."""
+    """Remove an export, a stage or checkpoints made from other settings or files. Without it they are kept, as
+    export.old-1 and so on, and taken again with the settings of before."""
     upload: bool = False
     """Upload the export to W&B, as an artifact of the run's report."""
     data: DataSettings = field(default_factory=DataSettings)
