@@ -305,13 +305,14 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
     with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
         with pytest.raises(
-            UserError, match=r"no samples of the target: .*what learned from them, are removed"
+            UserError, match=r"no samples of the target: .*what learned from them, are kept as .old-N"
         ) as refused:
             run_tiny(settings)
     assert any(entry.name == "check_finite" for entry in refused.traceback) == (signal == "online")  # in the training
     left = {path.name for path in Run(settings).work.iterdir()}
     assert "target.json" in left
     assert not left & {"responses", "initial.json", "checkpoints-distillspec"}
+    assert list((Run(settings).work / "responses.old-1").rglob("*.safetensors"))
     with serving(Answers(target)) as (url, _):
         engine.urls = [url]
         created, _, printed = run_tiny(settings)
