@@ -2,10 +2,7 @@
 
 import json
 from collections.abc import Collection
-from inspect import signature
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.files import Fields
@@ -41,7 +38,6 @@ DECIDE = "learned", "left out"
 OTHER_TEXTS = MEANINGS["text"].split()
 TRUTH = dict.fromkeys(("1", "1.0", "true"), "learned") | dict.fromkeys(("0", "0.0", "false", "user"), "left out")
 """Values of what is learned; ``user`` is NeMo's ``mask``, since only the assistant's turns are learned."""
-RESERVED = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 LEAVE_OUT = "leave the key out, or name its text in data.prompt_template and data.response_template"
 EXCLUDED = "that are not to be learned, as a key of theirs says"
 UNLISTED = "whose messages are not a list"
@@ -79,21 +75,23 @@ def row_chat(row: Row, turns: Any, read: Collection[str]) -> tuple[Messages, Fie
     if is_learned(columns) is False:
         raise UnusableRow(EXCLUDED)
     for name, value in columns.items():
-        if name in CHANGES and value not in (None, False, "", [], {}):
-            values[CHANGES[name]] = value
-            if CHANGES[name] in ("text", "other"):
+        if (meaning := CHANGES.get(name)) in ("history", "tools", "variables"):
+            value = parsed(value or None, f"whose {name} is no JSON")
+        if meaning and value not in (None, False, "", [], {}):
+            if meaning in ("text", "other"):
                 raise unread(name)
+            values[meaning] = value
     turns = parsed(turns, UNLISTED)
-    messages, note = read_messages([*_history(values["history"]), *turns] if values.get("history") and turns else turns)
+    messages, note = read_messages([*_history(values["history"]), *turns] if "history" in values and turns else turns)
     if "system" in values:
         opening, _ = read_messages([{"role": "system", "content": values["system"]}])
         messages = messages if messages[:1] == opening else opening + messages
-    variables = parsed(values.get("variables", {}), why := "whose chat_template_kwargs are no variables of a template")
-    if not isinstance(variables, dict) or variables.keys() & RESERVED:
-        raise UnusableRow(why)
+    variables = values.get("variables", {})
+    if not isinstance(variables, dict):
+        raise UnusableRow("whose chat_template_kwargs are no variables of a template")
     if "tools" in values:
-        tools = parsed(values["tools"], why := "whose tools are no JSON descriptions with a name")
-        variables = variables | {"tools": [_function(tool, why) for tool in _listed(tools)]}
+        why = "whose tools are no descriptions with a name"
+        variables = variables | {"tools": [_function(tool, why) for tool in _listed(values["tools"])]}
     return messages, variables, note
 
 
@@ -103,21 +101,18 @@ def up_to_answer(messages: Messages, note: str = "") -> Messages:
     Raises:
         UnusableRow: No such turn, or none of others before it.
     """
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    learned = [place for place in turns if messages[place].get("train", True)]
-    if not learned:
-        raise UnusableRow(
-            "without an assistant's turn that is learned" if turns else "without an assistant's turn", note
-        )
-    if all(message["role"] in SYSTEM for message in messages[: turns[0]]):
+    turns = [place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("train", True)]
+    if not turns:
+        raise UnusableRow("without an assistant's turn to learn", note)
+    if {turn["role"] for turn in messages[: turns[0]]} <= {*SYSTEM, "assistant"}:
         raise UnusableRow("that begin with the assistant", "give a user's turn before, or a column prompt")
-    return messages[: learned[-1] + 1]
+    return messages[: turns[-1] + 1]
 
 
-def speaker(turn: Any) -> str:
+def speaker(turn: Row) -> str:
     """The role of a turn in the words of chat templates; empty without one."""
-    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return ROLES.get(role.lower(), role.lower()) if isinstance(role, str) else ""
+    role = str(turn.get("role") or turn.get("from") or "").lower()
+    return ROLES.get(role, role)
 
 
 def is_learned(item: Row) -> bool | None:
@@ -156,12 +151,11 @@ def parsed(value: Any, reason: str) -> Any:
 
 def _history(value: Any) -> list[Any]:
     """Turns before those of a row: messages, or pairs of a question and its answer."""
-    pairs = parsed(value, why := "whose history is no list of turns")
-    if turns := messages_of(pairs):
+    if turns := messages_of(value):
         return turns
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise UnusableRow(why)
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise UnusableRow("whose history is no list of turns")
+    return [{"role": role, "content": text} for pair in value for role, text in zip(("user", "assistant"), pair)]
 
 
 def _listed(value: Any) -> list[Any]:

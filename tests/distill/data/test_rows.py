@@ -214,7 +214,7 @@ def test_a_turn_that_is_not_learned_stays_in_the_prompt(tmp_path: Path, key: dic
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": [ASK, SAY | {"weight": 0}]}, "without an assistant's turn that is learned"),
+        ({"messages": [ASK, SAY | {"weight": 0}]}, "without an assistant's turn to learn"),
         ({"messages": [ASK, SAY | {"weight": 0.5}]}, "whose weight is neither 0 nor 1"),
         ({"messages": [ASK | {"train": True}, SAY]}, "with a turn of the role user that is to be learned"),
         ({"messages": [ASK, SAY | {"images": ["a.png"]}]}, "whose images would change the text and is not read"),
@@ -222,9 +222,9 @@ def test_a_turn_that_is_not_learned_stays_in_the_prompt(tmp_path: Path, key: dic
         ({"messages": [ASK, SAY], "train": False}, "that are not to be learned, as a key of theirs says"),
         ({"prompt": "Why #?", "completion": "So.", "label": False}, "that are not to be learned, as a key of theirs says"),
         ({"question": "Why #?", "answer": "So.", "reasoning": "Rain."}, "whose reasoning would change the text"),
-        ({"messages": [ASK, SAY], "chat_template_kwargs": {"chat_template": "x"}}, "whose chat_template_kwargs are no variables"),
-        ({"messages": [ASK, SAY], "tools": "sky"}, "whose tools are no JSON"),
-        ({"prompt": "Why #?", "completion": "So.", "history": "a"}, "whose history is no list of turns"),
+        ({"messages": [ASK, SAY], "chat_template_kwargs": ["x"]}, "whose chat_template_kwargs are no variables"),
+        ({"messages": [ASK, SAY], "tools": "sky"}, "whose tools is no JSON"),
+        ({"prompt": "Why #?", "completion": "So.", "history": ["a", "bc"]}, "whose history is no list of turns"),
         ({"prompt": [*OLD], "completion": [SAY]}, "whose completion follows an answer in their prompt"),
         ({"chosen": [SAY]}, "that begin with the assistant dropped .row 1: give a user's turn before"),
     ],
