@@ -206,7 +206,7 @@ def _chat(column: str, row: Row) -> Row:
     """A chat whose answer may stand in another column, as in TRL's, LLaMA-Factory's and OpenAI's preferences."""
     place = column if column in ANSWERS else next((name for name in ANSWERS if row.get(name)), "")
     begun, answer = row.get("prompt" if place == column else column), turns_of(row.get(place), "assistant")
-    turns = turns_of(begun, "user") if answer else begun
+    turns: Any = turns_of(begun, "user") if answer else begun
     if answer and speaker(answer[0]) != "assistant":  # the whole chat
         turns = answer
     elif answer and (not turns or speaker(turns[-1]) != "assistant"):
