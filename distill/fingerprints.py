@@ -14,6 +14,7 @@ from distill.config import Settings
 from distill.config.base import Values
 from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
+from distill.losses.divergences import Divergence
 
 VERSION = 7
 """Raised when a change of the code changes what a stage produces."""
@@ -171,6 +172,8 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
             return None  # in the section training; and its stage is before this one
         case "drafts.NAME.k":
             return value if draft is not None and draft.selects else None
+        case "drafts.NAME.divergence":
+            return Divergence(value).key
         case "trainer.callbacks":
             kinds = [str(each.get("class_path", "")).rpartition(".")[2] for each in value]
             return [each for each, kind in zip(value, kinds) if not (kind in OBSERVING or kind.endswith("ProgressBar"))]

@@ -347,7 +347,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     train_rows, validation_rows, texts = texts_of_run(run)
     limit = settings.training_of(run.settings.training).examples
     train, validation = Examples.of(train_rows, limit), Examples.of(validation_rows)
-    learned = [] if settings.on_policy else [train]
+    learned, divergence = [] if settings.on_policy else [train], Divergence(settings.divergence)
     signal, _ = target_signal(run, draft.model)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
@@ -357,7 +357,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         name = cast(str, settings.reference)
         reference = open_draft(run, run.path(name), dtype=weights_dtype(precision))
         reference.model.to(run.device)
-        column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
+        column = reference_losses(reference, signal, divergence, precision)
     with working(run.console, f"the target's signal ({signal.kind})"):
         # of an engine whose states are not kept, those that are read again and again
         stored = [*(() if online else learned), *(() if online and not served else [validation])]
@@ -368,7 +368,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
             keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
         if column is not None and learned:
             made_by = run.draft_record(name).fingerprint
-            losses = kept(f"{name}-{settings.divergence}", column[0], made_by, settings.divergence, precision)
+            losses = kept(f"{name}-{settings.divergence}", column[0], made_by, divergence.key, precision)
             keep_columns(losses, learned, column[1], expect if online else None)
 
     if signal.check is not None:
@@ -382,7 +382,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
     if signal.kind == "topk":
         tail = mean_tail(validation)
-        run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
+        run.line(f"the stored {signal.k} probabilities leave out {tail:.2%} of the mass; α is off by at most that")
     if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
     return DistillData(signal, train, validation, complete, expect if online else None)

@@ -123,7 +123,7 @@ def read_config(paths: Sequence[Path], keys: Collection[str] = ()) -> Fields:
 def _read_file(path: Path, keys: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
     places = path, PACKAGE / path, PACKAGE / "configs" / path
     if (path := next(filter(Path.is_file, places), PACKAGE)) is PACKAGE:
-        names = ", ".join(sorted(each.name for each in (PACKAGE / "configs").glob("*.yaml")))
+        names = ", ".join(sorted(os.listdir(PACKAGE / "configs")))
         raise UserError(f"{Path.cwd()} has no configuration file {str(places[0])!r}; the package has {names}")
     try:
         content = read_yaml("".join(text_lines(path))) or {}

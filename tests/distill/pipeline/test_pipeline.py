@@ -283,7 +283,7 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
     measure(run)
     assert present == [int(signal == "online")] * 2
     assert len(opened) == (1 if signal == "online" else 2)  # for the signal, and for the evaluation
-    assert ("alpha is off by at most" in printed.getvalue()) == (signal == "topk")
+    assert ("α is off by at most" in printed.getvalue()) == (signal == "topk")
 
 
 def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path) -> None:

@@ -2,9 +2,11 @@
 
 import copy
 import hashlib
+import importlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from tiny_run import STAGES, altered, tiny_settings
 
+from decode.errors import UserError
 from distill import files
 from distill.fingerprints import READ, UNREAD, measurement_fingerprint, stage_fingerprints
 
@@ -54,6 +57,7 @@ def other(name: str, value: Any) -> Any:
         "trainer.devices": 2, "trainer.callbacks": [{"class_path": "EarlyStopping"}],
         "teacher.signal": "topk" if value != "topk" else "hidden", "trainer.extra": {"gradient_clip_val": 0.5},
         "data.chat_template": "{{ x }}", "drafts.NAME.training": {"lr": 0.5}, "student.draft_vocab": 9,
+        "drafts.NAME.divergence": "tv",
     }  # fmt: skip
     if name in special:
         return special[name]
@@ -140,6 +144,21 @@ def test_a_changed_setting_runs_its_stage_again(
     settings.drafts["again"] = replace(settings.drafts["adaspec"])
     keys = stage_fingerprints(settings)
     assert keys["again"] == keys["adaspec"]  # a name is no input
+
+
+def test_a_changed_divergence_of_the_users_is_trained_with_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, keys = altered(tiny_settings(tmp_path), **{"0__divergence": "mine_of_a_test.loss"}), []
+    for factor in (2, 2, 30):
+        Path("mine_of_a_test.py").write_text(f"def loss(pair):\n    return {factor} * pair.tv()\n")
+        sys.modules.pop("mine_of_a_test", None)
+        importlib.invalidate_caches()
+        keys.append(stage_fingerprints(settings))
+    assert keys[0] == keys[1]
+    assert [stage for stage in STAGES if keys[2][stage] != keys[0][stage]] == DISTILLED
+    settings.drafts["distillspec"].divergence = "mine_of_a_test.los"
+    with pytest.raises(UserError, match=r"divergence 'mine_of_a_test\.los' cannot be imported"):
+        stage_fingerprints(settings)
 
 
 @pytest.mark.parametrize(

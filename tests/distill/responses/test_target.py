@@ -133,7 +133,7 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> No
     run, printed = bench(chatting(tmp_path, tiny, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
-    assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
+    assert "12 chats lose their later turns, because a tool's recorded result does not fit" in printed.getvalue()
 
 
 def said(ids: list[int] | None, reason: str = "stop", **more: Any) -> Reply:
@@ -363,7 +363,7 @@ def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empt
     assert len(answers_in(Run(settings))) == 7
     with serving(good) as (url, bodies):
         server.urls = [url]
-        assert "train: 20, 13 of them written now" in run_tiny(settings)[2]
+        assert "train: 20 (13 new)" in run_tiny(settings)[2]
     assert len(bodies) == 1 + 13 + 8
     settings.name = "other"
     with serving(lambda *_: said([])) as (url, _):
