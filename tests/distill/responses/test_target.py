@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from distill.engine.servers import Engine
 from distill.kept import TEXT_IDS, Kept
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import answered_texts, ends_with
+from distill.responses.target import Conversations, answered_texts, ends_with
 from distill.run import Run
 from distill.stages import run_stages
 
@@ -251,6 +252,16 @@ def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_t
     ends = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # as <|end_of_text|> and <|eot_id|> of Llama 3
     assert ends_with(tokenizer, ChatFormat(tokenizer, ends=ends)) == tokenizer.bos_token_id
     assert ends_with(tokenizer, None) == tokenizer.eos_token_id
+    served = Served(Mock(), tokenizer, ends, tokenizer.eos_token_id, 300, 0)
+    for end in ends:  # whichever of them an engine gives, none is put behind it
+        assert served.ids({"url": "", "token_ids": [5, end], "finish_reason": "stop"}) == [5, end]
+    assert served.ids({"url": "", "token_ids": [5], "finish_reason": "stop"}) == [5, tokenizer.eos_token_id]
+    talks = Conversations(Mock(), ends, None, None, None)
+    talks.count = 1
+    row = {"input_ids": [7], "labels": [IGNORE], "chat": "", "number": 0}
+    for end in ends:  # and an answer ends with it
+        (learned,), _ = talks.after(row, [5, end, 6])
+        assert learned["labels"] == [IGNORE, 5, end]
 
 
 # -- answers of servers beside the target -----------------------------------------------------------------------------
