@@ -109,8 +109,10 @@ def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> S
 
 @pytest.mark.parametrize("history", LEADS)
 def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, history: str) -> None:
-    asked = [{"role": "user", "content": "and?"}, SAID, {"role": "user", "content": "then?"}, SAID]
-    run, _ = bench(chatting(tmp_path, tiny, history, SAID, *asked))
+    """But for turns that are not to be learned, which stay as they are."""
+    questions = [{"role": "user", "content": text} for text in ("so?", "and?", "then?")]
+    kept = {"role": "assistant", "content": "kept", "weight": 0}
+    run, _ = bench(chatting(tmp_path, tiny, history, SAID, questions[0], kept, questions[1], SAID, questions[2], SAID))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
@@ -122,7 +124,7 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
     assert sorted(labels) == sorted(token for ids in written.values() for token in ids)
     for number, text in enumerate(text for text in texts if "then?" in text):
         first, second = (run.tokenizer.decode([i for i in written[number + turn] if i]) for turn in (0, 12))
-        assert f"{first}</s><user>and?" in text
+        assert f"{first}</s><user>so?<assistant>kept</s><user>and?" in text
         assert f"{second}</s><user>then?" in text
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
     assert answers_in(run) == written
