@@ -30,7 +30,7 @@ from decode.measure.suites import quiet_datasets
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, files_of, load_model, load_tokenizer, stop_ids
-from decode.models.sources import gguf_file
+from decode.models.sources import fetched, gguf_file
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config import Settings
@@ -44,7 +44,7 @@ from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, only_one, remove, sizes
 from distill.networks.lm_head import LMHead, check_head
-from distill.networks.models import config_of, hollow_target, open_frozen, source_folder, use_attention
+from distill.networks.models import config_of, hollow_target, open_frozen, use_attention
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
 """What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
@@ -312,7 +312,7 @@ class Run:
     @cached_property
     def served_folder(self) -> Path:
         """The folder of the target, before its stage too where that takes it as it is."""
-        return source_folder(str(self.settings.target.model)) if self.as_it_is else self.target
+        return fetched(str(self.settings.target.model)) if self.as_it_is else self.target
 
     @cached_property
     def served_files(self) -> Any:
