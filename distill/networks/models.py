@@ -25,7 +25,7 @@ from decode.errors import UserError
 from decode.models.open import load_config, load_model, stop_ids
 from decode.models.sources import fetched, gguf_file
 from distill.config.base import Attention, Values
-from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
+from distill.config.models import Architecture, LoraSettings, ModelSettings, TrainingSettings
 
 # -- built or loaded ---------------------------------------------------------------------------------------------------
 
@@ -195,18 +195,6 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
         if not any(part.weight.is_meta for part in (model.get_input_embeddings(), model.get_output_embeddings())):
             return model
     return load_model(folder, device="cpu", dtype="float32", **trust)
-
-
-# -- the frozen target -------------------------------------------------------------------------------------------------
-
-
-def open_frozen(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
-    """Return the frozen target on a device.
-
-    Raises:
-        UserError: It cannot be read or placed.
-    """
-    return load_model(path, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
 
 
 # -- training: low-rank adapters, optimisers ---------------------------------------------------------------------------
