@@ -47,8 +47,7 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     settings, student, source = run.settings, run.settings.student, run.settings.target.model
     for model in settings.language_models.values():
         if model.model and Path(model.model).is_dir():  # by the headers of its files; the Hub checks what it gives
-            trust = model.trust_remote_code
-            load_model(model.model, device="cpu", dtype="float32", trust_remote_code=trust, wanted="$^")
+            load_model(model.model, device="cpu", dtype="auto", trust_remote_code=model.trust_remote_code, wanted="$^")
     if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)

@@ -284,9 +284,13 @@ class Run:
         self, dtype: str | None = None, device: str | torch.device | None = None, path: str | Path | None = None
     ) -> PreTrainedModel:
         """A target of one's own; None: that of the run, in its number format, where this process trains."""
-        target, place = self.settings.target, device or self.device
-        trust = target.trust_remote_code
-        return load_model(path or self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
+        target = self.settings.target
+        return load_model(
+            path or self.target,
+            device=device or self.device,
+            dtype=dtype or target.dtype,
+            trust_remote_code=target.trust_remote_code,
+        )
 
     def target_parts(self) -> PreTrainedModel:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""

@@ -11,14 +11,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.files import read_json
 from decode.models.heads.block_config import mask_token
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.huggingface import mask_of
-from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
+from decode.models.open import DTYPES, check_tokenizers, load_config, load_model, load_tokenizer, stop_ids
 from decode.models.sources import fetched, gguf_file
 from decode.progress import working
 from decode.writing import write_texts
@@ -161,8 +161,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
     several, vocab = isinstance(settings, StudentSettings) and settings.steps > 1, len(tokenizer)
     if stage != "target":  # a draft with as many ids as the target's embedding can be served without padding
-        config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
-        vocab = int(config.get_text_config().vocab_size)
+        vocab = load_config(run.target, trust_remote_code=full.target.trust_remote_code).vocab_size
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None

@@ -170,7 +170,7 @@ def tensors_in(folder: Path) -> Fields:
     Raises:
         UserError: a file that is not there, not whole, or a pointer of Git LFS.
     """
-    found = {}
+    found: Fields = {}
     for file in weight_files(folder):
         try:
             with safe_open(file, "pt") as opened:
@@ -427,12 +427,11 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     base = decoder if decoder.get_output_embeddings() is None else decoder.base_model
     weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in base.state_dict().items()}
     weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
-    if hollow := any(weight.is_meta for weight in weights.values()):
-        weights = {key: Unread(weight.shape) if weight.is_meta else weight for key, weight in weights.items()}
+    weights = {key: Unread([*weight.shape]) if weight.is_meta else weight for key, weight in weights.items()}
     made = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     made.generation_config = copy.deepcopy(model.generation_config)
     made.config.name_or_path = model.config.name_or_path  # where its next-token layers are read
-    if hollow:
+    if any(weight.is_meta for weight in made.parameters()):  # it was read in parts
         return made
     ids = (torch.arange(8) * 7 % len(head.weight))[None]
     wanted, logits = (m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float() for m in (model, made))

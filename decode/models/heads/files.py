@@ -383,10 +383,10 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         if (folder / MASK).exists():
             raise UserError(f"{name} has a {MASK}, an embedding of its masked slots alone, which is not run: {NEXT}")
         fields = read_model_json(folder / "config.json")
-        tensors = {key: part for key, part in tensors_in(folder).items() if not UNREAD.search(key)}
+        tensors = tensors_in(folder)
         if wrong := packed(tensors):
             raise UserError(f"{name}: {wrong[0]}: {NEXT}")
-        state = {_our_name(key): part[...] for key, part in tensors.items()}
+        state = {_our_name(key): part[...] for key, part in tensors.items() if not UNREAD.search(key)}
         version = head_format(fields, state)
         if version == MTP:
             if target is None:
