@@ -317,8 +317,8 @@ RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
     "adasd-a": lambda options, greedy: JensenShannon("a", unwarped=greedy),
     "adasd-b": lambda options, greedy: JensenShannon("b", unwarped=greedy),
     "adasd-c": lambda options, greedy: JensenShannon("c", unwarped=greedy),
-    "fuzzy": lambda options, greedy: Fuzzy(options.fuzzy_threshold),
-    "typical": lambda options, greedy: Typical(options.typical_epsilon, options.typical_delta),
+    "fuzzy": lambda options, greedy: Fuzzy(),
+    "typical": lambda options, greedy: Typical(),
 }
 """Acceptance rules, made from the options and whether decoding is greedy; so is ``module.Class`` of the user's."""
 
@@ -357,10 +357,10 @@ def refusal(method: str, parts: Parts) -> str:
         wanted = "a model or a head" if kind.drafts == ANY else " or ".join(map(DRAFTS.__getitem__, kind.drafts))
         config = {"eagle": "quickstart-eagle", "block": "quickstart-dspark"}.get(kind.drafts[0], "quickstart")
         other = f", and {parts.name} is {DRAFTS[parts.draft]}" if parts.draft else ""
-        train = f"(a folder or hub name; train one: python -m distill --config configs/{config}.yaml)"
+        train = f"(a folder or hub name; train one: draftsmith distill --config configs/{config}.yaml)"
         return f"{method} drafts with {wanted}{other}; give one with --draft {train}"
     if kind.store and not parts.datastore:
-        build_one = "build one with python -m decode datastore build"
+        build_one = "build one with draftsmith decode datastore build"
         return f"{method} drafts from a datastore folder; {build_one} and give it with --datastore DIR"
     if (rule := options.stop_rule or options.rule) and method in UNJUDGED:
         return f"{rule} is a rule for drafts of this decoder, and {method} drafts none; give --draft D, or leave it out"
