@@ -145,6 +145,7 @@ def test_a_row_teaches_the_same_in_every_format(tmp_path: Path, monkeypatch: pyt
     files = "r.json", "structs.parquet", "maps.parquet", "messages.parquet", "f.arrow", "s.arrow"
     plain = told(corpus(tmp_path / "r.jsonl"))
     assert len(plain) == 90
+    assert sum(prompt.startswith('<mood>good<tool>{"type": "function"') for prompt, _ in plain) == 30
     answers = [text for _, texts in plain for text in texts]
     assert '<call>sky {"unit": "c", "city": "Rome 7"}</s>' in answers
     assert '<think>hm</think><call>sky {"unit": "c", "day": "one"}</s>' in answers
