@@ -15,13 +15,13 @@ from distill.config.base import Values
 from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
 
-VERSION = 6
+VERSION = 7
 """Raised when a change of the code changes what a stage produces."""
 MEASURES = 1
 """Raised when a change of the code changes what a report holds."""
 
 READ: dict[str, tuple[str, ...]] = {
-    "chat": ("data.chat_template", "data.tokenizer"),
+    "chat": ("data.chat_template", "data.tokenizer", "data.chat", "data.system", "data.template_args"),
     "seed": ("seed",),
     "data": (
         "seed", "data.source", "data.files", "data.prompts", "data.prompt_template", "data.response_template",

@@ -192,6 +192,7 @@ def export(run: Run, before: str | None) -> tuple[str, str]:
     else:
         length = student.steps if student.steps > 1 else None
         export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
+    run.tokenizer.save_pretrained(run.export)  # with what shaped the prompts
     if keep is not None:
         run.line(f"{keep} is the export that was there")
     run.line(f"{run.export} [dim]{chosen}[/dim]")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,8 @@ from decode.errors import UserError
 from decode.files import read_json, replaced, write_json
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
-from decode.models.tokens import PROMPT_END, check_template
+from decode.models.tokens import PROMPT_END, TRAINED, check_template
+from decode.options import ChatSettings
 from decode.progress import current
 from distill import ranks
 from distill.config.data import DataSettings
@@ -39,7 +40,7 @@ from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_r
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 10  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 11  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -118,6 +119,8 @@ def load_corpus(
     ranks.barrier()
     splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
+    # saved with every model of the run
+    tokenizer.init_kwargs[TRAINED] = {key: settings.key()[key] for key in vars(ChatSettings())}
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
 
 
@@ -132,7 +135,7 @@ def _make(
     """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
 
     def form(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-        return ChatFormat(tokenizer, settings.system, settings.template_args, stop_ids(files, tokenizer))
+        return ChatFormat(tokenizer, settings.system, settings.args(), stop_ids(files, tokenizer))
 
     if settings.from_target:
         if sampler is None or tokenizer is None:
@@ -150,13 +153,8 @@ def _make(
         if rows.kind == "pairs" and all(prompt.endswith("\n") for prompt in train[:100]["prompt"]):
             tokenizer.init_kwargs[PROMPT_END] = "\n"
         tokenizer.save_pretrained(folder / "tokenizer")
-    by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
+    by_setting = bool(tokenizer.chat_template) if settings.chat in (None, "auto") else settings.chat
     chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
-    if chat and not tokenizer.chat_template:
-        raise UserError(
-            f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
-            "model's tokenizer, give data.chat_template, or pairs with data.chat false"
-        )
     if chat:
         check_template(tokenizer, settings.system)
         if rows.kind == "pairs":
@@ -249,12 +247,13 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
 
     for values in zip(*columns.values()):
         row = dict(zip(columns, values))
+        own = replace(form, template_args=settings.args(row["number"]))
         try:
-            turns, notes = render_row(row, form if chat else None)
+            turns, notes = render_row(row, own if chat else None)
         except UnusableRow as error:
             tell(row, f"{error.reason} dropped", error.detail)
             continue
-        usable.append((row, turns))
+        usable.append((row | {"args": json.dumps(own.template_args)}, turns))
         for note in notes:
             tell(row, note)
     labelled = label(form.tokenizer, [turns for _, turns in usable], form.ends, chat=chat)
@@ -264,7 +263,7 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             continue
         if len(examples) > 1:
             tell(row, "made into an example for each assistant's turn, because the template rewrites earlier ones")
-        conversation = f"[{row['messages']}, {row['tools'] or 'null'}]" if len(turns) > 1 else ""
+        conversation = f"[{row['messages']}, {row['tools'] or 'null'}, {row['args']}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if over := len(example.input_ids) > settings.max_length:
                 del example.input_ids[settings.max_length :], example.labels[settings.max_length :]
