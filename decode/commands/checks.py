@@ -66,8 +66,8 @@ def use_chat(
     Raises:
         UserError: the template is missing, or does not take the system message.
     """
-    own = tokenizer.init_kwargs.get(TRAINED) or {}
-    trained = next(filter(None, map(trained_prompts, settings.drafts)), own)
+    own, followed = tokenizer.init_kwargs.get(TRAINED) or {}, [*settings.drafts, getattr(settings, "probes", None) or ""]
+    trained = next(filter(None, map(trained_prompts, filter(None, followed))), own)
     asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
     chat = ChatSettings(**trained | ({"chat": True} if asked else {}) | asked)
     tokenizer.chat_template = chat.template() or tokenizer.chat_template

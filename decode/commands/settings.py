@@ -45,11 +45,6 @@ class PairSettings(LoadSettings):
     json: bool = False
     """Print one JSON object."""
 
-    @property
-    def drafts(self) -> list[str]:
-        """The paths of what drafts, but for the target's own layers."""
-        return [path for path in (self.draft, getattr(self, "probes", None)) if path not in (None, "mtp")]
-
 
 @dataclass
 class MethodSettings(MethodOptions):
@@ -92,6 +87,12 @@ class PromptSettings(ChatSettings):
                 "a system message and template_args belong to a chat; give --system and --template-args without "
                 "--chat false"
             )
+
+    @property
+    def drafts(self) -> list[str]:
+        """The paths of the drafts, but for the target's own layers."""
+        draft = getattr(self, "draft", None)
+        return [] if draft in (None, "mtp") else [draft]
 
 
 @dataclass

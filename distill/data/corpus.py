@@ -153,7 +153,7 @@ def _make(
         if rows.kind == "pairs" and all(prompt.endswith("\n") for prompt in train[:100]["prompt"]):
             tokenizer.init_kwargs[PROMPT_END] = "\n"
         tokenizer.save_pretrained(folder / "tokenizer")
-    by_setting = bool(tokenizer.chat_template) if settings.chat in (None, "auto") else settings.chat
+    by_setting = bool(tokenizer.chat_template) if settings.chat in (None, "auto") else settings.chat is True
     chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
     if chat:
         check_template(tokenizer, settings.system)
