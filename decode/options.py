@@ -182,10 +182,12 @@ class MethodOptions:
     """What a method leaves open; null takes the paper's value."""
 
     stop_rule: str | None = None
-    """Another stop rule than the method's own; `python -m decode methods` lists them."""
+    """Another stop rule than the method's own; `python -m decode methods` lists them; or module.function, whose stop
+    rule is made from `MethodInputs`."""
     rule: str | None = None
-    """Another acceptance rule than the method's own; `python -m decode methods` lists them. All but exact and
-    block-verification are relaxed: the output is no longer distributed as the target's, and drafts may not be trees."""
+    """Another acceptance rule than the method's own; `python -m decode methods` lists them; or module.Class of your
+    own. All but exact and block-verification are relaxed: the output is no longer distributed as the target's, and
+    drafts may not be trees."""
     draft_length: PositiveInt | None = None
     """Tokens drafted per round; for adaptive stop rules the longest draft. null: the length stored in the exported
     draft (fixed lengths only), else 5; AdaSD, Hugging Face and cost-optimal 20; Draft & Verify and AdaSPEED 12;

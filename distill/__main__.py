@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     pipeline.run_pipeline(settings, show="--dry-run" not in modes)
     if "--dry-run" in modes:
         command = f"python -m distill {shlex.join(argv)}"
-        print(f"\nthe dry run is through, of random models, whose results are not shown; to train: {command}")
+        print(f"\nDry run finished; its models are random, so no results are shown. To train: {command}")
     return None
 
 

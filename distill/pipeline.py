@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from decode.files import read_json, scratch_folder, unused, write_json, write_text
+from decode.files import read_json, scratch_folder, write_json, write_text
 from decode.progress import working
 from distill import ranks
 from distill.config import Settings
@@ -151,9 +151,8 @@ def measure(run: Run) -> Values:
         run.line("the report or the export is not as it was written, and is made again")
     run.logger = tried(run.logger, run.line)
     write_settings(settings, run.folder / "settings.yaml")
-    chosen, exported = export(run, before.get("draft"))
-    # a killed evaluation leaves no second export, and no report of another draft that seems up to date
-    write_json(note, before | {"fingerprint": None, "draft": exported})
+    write_json(note, before | {"fingerprint": None})  # a kill leaves no report of another draft that seems up to date
+    chosen = export(run)
     export_gguf(run.export, run.target, settings.export)
     if evaluated:
         with working(run.console, "evaluation", bars=False):
@@ -170,33 +169,28 @@ def measure(run: Run) -> Values:
             "this process has no memory for the target, so that nothing is measured; on a machine that has: "
             f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
-    write_json(note, {"fingerprint": key, "target": target, "draft": exported, "export": sizes(run.export)})
+    write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report
 
 
-def export(run: Run, before: str | None) -> tuple[str, str]:
-    """Export the draft that the settings choose, and return its name and what it was made from.
-
-    An export that was made from something else is kept beside it, unless ``overwrite`` is set.
-    """
+def export(run: Run) -> str:
+    """Export the draft that the settings choose, and return its name; an export of something else is kept."""
     settings, trust = run.settings, run.settings.target.trust_remote_code
-    chosen, keep = run.chosen(settings.export.choose), None
+    chosen = run.chosen(settings.export.choose)
     key = fingerprint(run.draft_record(chosen).fingerprint, asdict(settings.export))
-    if run.export.exists() and before != key and not settings.overwrite:
-        keep = unused(run.export)
+    same = run.bring(run.export, lambda path: read_json(run.note(path)).get("fingerprint") == key)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=keep)
+    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=None if same else run.keep)
     if student.draft.head:
         export_head(*models, length=student.steps, **how)
     else:
         length = student.steps if student.steps > 1 else None
         export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
     run.tokenizer.save_pretrained(run.export)  # with what shaped the prompts
-    if keep is not None:
-        run.line(f"{keep} is the export that was there")
+    write_json(run.note(run.export), {"fingerprint": key})
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    return chosen, key
+    return chosen
 
 
 def write_settings(settings: Settings, path: Path) -> None:

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks.restart(settings.trainer, "probes", given)
     run_probes(settings, results=not dry_run)
     if dry_run:
-        print("\nthe dry run is through, of random models, whose results are not shown")
+        print("\nDry run finished; its models are random, so no results are shown")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,10 @@ def use_chat(
     Raises:
         UserError: the template is missing, or does not take the system message.
     """
-    own, followed = tokenizer.init_kwargs.get(TRAINED) or {}, [*settings.drafts, getattr(settings, "probes", None) or ""]
+    own, followed = (
+        tokenizer.init_kwargs.get(TRAINED) or {},
+        [*settings.drafts, getattr(settings, "probes", None) or ""],
+    )
     trained = next(filter(None, map(trained_prompts, filter(None, followed))), own)
     asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
     chat = ChatSettings(**trained | ({"chat": True} if asked else {}) | asked)

@@ -285,5 +285,5 @@ def compare(settings: GenerateSettings, prompt: str) -> None:
     row = {"speedup": faster, "accepted_length": drafted.metrics["accepted_length"], **load}
     line = f"{faster:.2f} times as fast as without a draft, of one text"
     if why := machine.doubt(row):
-        line = f"how much faster is not said, since {why}"
+        line = f"no speedup reported: {why}"
     print(f"\n{line}; {same}")

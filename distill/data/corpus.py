@@ -262,7 +262,7 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             tell(row, f"{examples.reason} dropped", examples.detail)
             continue
         if len(examples) > 1:
-            tell(row, "made into an example for each assistant's turn, because the template rewrites earlier ones")
+            tell(row, "split into one example per assistant turn: the chat template changes earlier turns")
         conversation = f"[{row['messages']}, {row['tools'] or 'null'}, {row['args']}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if over := len(example.input_ids) > settings.max_length:

@@ -247,7 +247,7 @@ class Conversations:
             messages[place][REASONING[0]] = thought.removeprefix("<think>").strip()
         try:
             if any(message["role"] == "tool" for message in messages[place : later[0]]):
-                raise UnusableRow("because a tool's result belongs to another call")
+                raise UnusableRow("because a tool's recorded result does not fit the call that the target wrote")
             if not content.strip():
                 raise UnusableRow("because an answer is empty")
             chat = replace(self.chat, template_args=args)
@@ -305,4 +305,4 @@ def write_answers(
                 keep_texts(answers, jobs, write)
     answers.join(keys)
     if missing.any():
-        run.line(f"{title}: {len(order)}, {missing.sum()} of them written now")
+        run.line(f"{title}: {len(order)} ({missing.sum()} new)")

@@ -34,6 +34,7 @@ from distill import ranks
 from distill.config import TrainerSettings
 from distill.config.base import SHARDED, Values
 from distill.data.dataset import DistillDataModule
+from distill.files import saved_step
 from distill.networks.models import checkpoint_layers, use_attention
 from distill.training.modules import Metrics, TrainingModule
 
@@ -141,9 +142,9 @@ def fit(
         training, those before an interruption included as far as checkpoints know; and the tokens read, with padding.
     """
     steps, model = module.steps, module.model
-    last = max(work.glob("last-*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
+    last = max(work.glob("last-*.ckpt"), key=saved_step, default=None)
     if last is not None:
-        console.print(f"  continuing from step {int(last.stem.split('=')[1])}", highlight=False)
+        console.print(f"  continuing from step {saved_step(last)}", highlight=False)
     if isinstance(model, PreTrainedModel):
         use_attention(model, settings.attention)
         if settings.gradient_checkpointing:

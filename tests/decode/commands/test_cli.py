@@ -156,7 +156,7 @@ def test_a_text_that_looks_like_another_value_stays_a_text_in_quotes_or_as_an_op
         ("inner: {rate: -1}", (), r"inner.rate is -1.0, wanted a number above 0"),
         ("", ("--inner.rate", "fast"), r"the command line: .*inner\.rate.* fast"),
         ("", ("--name",), r"--name has the values \[\], expected one; `prog --help`"),
-        ("", ("--config", "no.yaml"), r"no configuration file 'no.yaml'; the repository's configs/"),
+        ("", ("--config", "no.yaml"), r"no configuration file 'no.yaml'; the package has ablation-heads.yaml, abl"),
         ("base: c.yaml", (), r"'base' is 'c.yaml', expected the path of another file"),
         ("", ("stray",), r"--config has the values .*'stray'\], expected one"),
         ("a: [1", (), r"is not valid YAML"),

@@ -220,4 +220,4 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
     assert run_stages(run) == STAGES
     train, validation, _ = answered_texts(run)
     assert (len(train), len(validation)) == (16, 8)
-    assert "the target's responses, train: 16, 16 of them written now" in said.getvalue()
+    assert "the target's responses, train: 16 (16 new)" in said.getvalue()

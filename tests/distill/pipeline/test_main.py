@@ -64,7 +64,7 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     for flags, told in (((), 1), (("--overwrite", "true"), 0)):
         other = ({"distillspec", "adaspec"} - {chosen}).pop() if told else chosen
         status, out, _ = run(capsys, *again, "--evaluation", "false", "--export.choose", other, *flags)
-        assert (status, out.count("up to date"), out.count("is the export that was there")) == (0, 5, told)
+        assert (status, out.count("up to date"), out.count("is the export that was there, of other")) == (0, 5, told)
         assert "report.html" not in out
         assert {path.name for path in dry.glob("export*")} == {"export", "export.old-1"}
         assert read_json(dry / "export.old-1" / "speculation_profile.json")["export"]["name"] == chosen
@@ -138,8 +138,10 @@ ROOT = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_is_read_by_its_commands(path: Path) -> None:
-    content, argv = read_config([path]), ["--config", str(path)]
+def test_every_file_is_read_by_its_commands_and_is_found_from_any_folder(path: Path, tmp_path, monkeypatch) -> None:
+    content, argv, name = read_config([path]), ["--config", str(path)], path.relative_to(ROOT)
+    monkeypatch.chdir(tmp_path)
+    assert read_config([name]) == read_config(["configs" / name]) == content
     commands = {"ablation": AblateSettings, "drafts": Settings, "probes": ProbesSettings}
     for section in commands.keys() & content.keys():
         parse(commands[section], argv, prog="", foreign=command.FOREIGN - {section}).validate()

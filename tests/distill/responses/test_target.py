@@ -158,7 +158,7 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> No
     run, printed = bench(chatting(tmp_path, tiny, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
-    assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
+    assert "12 chats lose their later turns, because a tool's recorded result does not fit" in printed.getvalue()
 
 
 def said(ids: list[int] | None, reason: str = "stop", **more: Any) -> Reply:
@@ -331,13 +331,14 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
     with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
         with pytest.raises(
-            UserError, match=r"no samples of the target: .*what learned from them, are removed"
+            UserError, match=r"no samples of the target: .*what learned from them, are kept as .old-N"
         ) as refused:
             run_tiny(settings)
     assert any(entry.name == "check_finite" for entry in refused.traceback) == (signal == "online")  # in the training
     left = {path.name for path in Run(settings).work.iterdir()}
     assert "target.json" in left
     assert not left & {"responses", "initial.json", "checkpoints-distillspec"}
+    assert list((Run(settings).work / "responses.old-1").rglob("*.safetensors"))
     with serving(Answers(target)) as (url, _):
         engine.urls = [url]
         created, _, printed = run_tiny(settings)
@@ -377,7 +378,7 @@ def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empt
     assert len(answers_in(Run(settings))) == 7
     with serving(good) as (url, bodies):
         server.urls = [url]
-        assert "train: 20, 13 of them written now" in run_tiny(settings)[2]
+        assert "train: 20 (13 new)" in run_tiny(settings)[2]
     assert len(bodies) == 1 + 13 + 8
     settings.name = "other"
     with serving(lambda *_: said([])) as (url, _):
