@@ -33,7 +33,7 @@ def trained(folder: Path, tiny: Any, kind: str, template: str | None, **data: An
     settings.drafts = {"distillspec": settings.drafts["distillspec"]}
     run, _ = bench(settings)
     run_stages(run)
-    export(run, None)
+    export(run)
     return run
 
 
