@@ -28,7 +28,7 @@ from decode.methods import Parts
 from decode.models.heads.files import head_kind
 from decode.models.huggingface import facts_of
 from decode.models.open import NEUTRAL, Pair, load, own_warp, trained_prompts
-from decode.models.tokens import TRAINED, check_template
+from decode.models.tokens import check_template
 from decode.options import ChatSettings, build
 
 if TYPE_CHECKING:
@@ -66,11 +66,8 @@ def use_chat(
     Raises:
         UserError: the template is missing, or does not take the system message.
     """
-    own, followed = (
-        tokenizer.init_kwargs.get(TRAINED) or {},
-        [*settings.drafts, getattr(settings, "probes", None) or ""],
-    )
-    trained = next(filter(None, map(trained_prompts, filter(None, followed))), own)
+    named = filter(None, [*settings.drafts, getattr(settings, "probes", None), settings.target])
+    trained: Fields = next(filter(None, map(trained_prompts, named)), {})
     asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
     chat = ChatSettings(**trained | ({"chat": True} if asked else {}) | asked)
     tokenizer.chat_template = chat.template() or tokenizer.chat_template
@@ -78,7 +75,7 @@ def use_chat(
     if used:
         check_template(tokenizer, chat.system)
     if tell:
-        shape = f"in the chat template, system {chat.system!r}, template_args {chat.template_args}"
+        shape = f"in the chat template (--chat false: none), system {chat.system!r}, template_args {chat.template_args}"
         print(f"prompts are {shape if used else 'plain text'}", file=sys.stderr)
     return chat if used else None
 
