@@ -154,8 +154,8 @@ class ChatSettings:
     """System message of chats without one. null: in commands that of the draft's training, else what the template
     writes."""
     template_args: Fields | list[Fields] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}, or a list of which each prompt takes one, in
-    turn. {}: in commands those of the draft's training."""
+    """Variables of the chat template, such as {enable_thinking: false}. Of a list each prompt of a training takes one,
+    in turn, and commands take the first. {}: in commands those of the draft's training."""
 
     def template(self) -> str | None:
         """The chat template, which may be in a file.
