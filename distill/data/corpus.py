@@ -40,7 +40,7 @@ from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_r
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 11  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 12  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -172,7 +172,9 @@ def _make(
             blocks = islice(text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length), limit)
             made = mapped_table(folder / "tokenised" / f"{split}.arrow", ENTRIES, map(_entry, blocks))
         else:
-            tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
+            tokenised = partial(
+                _tokenised, settings=settings, form=replace(form(tokenizer), template_args={}), chat=chat
+            )
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
         rows.notes += sentences(split, left_out)
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
@@ -197,9 +199,9 @@ def _make(
 
 
 def _text_of(row: Row) -> str:
-    if row["messages"]:
-        return "\n".join(message["content"] for message in json.loads(row["messages"]))
-    return str(row["text"] or row["prompt"] + row["response"])
+    if text := row["text"] or row["prompt"] + row["response"]:
+        return str(text)
+    return "\n".join(message["content"] for message in json.loads(row["messages"]))
 
 
 def _entry(example: Example | None = None, **about: Any) -> Row:
@@ -247,13 +249,14 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
 
     for values in zip(*columns.values()):
         row = dict(zip(columns, values))
-        own = replace(form, template_args=settings.args(row["number"]))
+        if chat:
+            row["variables"] = json.dumps(settings.args(row["number"]) | json.loads(row["variables"] or "{}"))
         try:
-            turns, notes = render_row(row, own if chat else None)
+            turns, notes = render_row(row, form if chat else None)
         except UnusableRow as error:
             tell(row, f"{error.reason} dropped", error.detail)
             continue
-        usable.append((row | {"args": json.dumps(own.template_args)}, turns))
+        usable.append((row, turns))
         for note in notes:
             tell(row, note)
     labelled = label(form.tokenizer, [turns for _, turns in usable], form.ends, chat=chat)
@@ -263,7 +266,7 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             continue
         if len(examples) > 1:
             tell(row, "split into one example per assistant turn: the chat template changes earlier turns")
-        conversation = f"[{row['messages']}, {row['tools'] or 'null'}, {row['args']}]" if len(turns) > 1 else ""
+        conversation = f"[{row['messages']}, {row['variables'] or '{}'}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if over := len(example.input_ids) > settings.max_length:
                 del example.input_ids[settings.max_length :], example.labels[settings.max_length :]
