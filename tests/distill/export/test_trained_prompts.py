@@ -29,7 +29,7 @@ def trained(folder: Path, tiny: Any, kind: str, template: str | None, **data: An
         rows = [{"question": ASKED[number:], "answer": str(n)} for n in range(8)]
         Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings.data = DataSettings(files=files, max_length=100, **data)
-    settings.student.kind, settings.training.steps = kind, 1
+    settings.student.kind, settings.training.steps = kind, 3
     settings.drafts = {"distillspec": settings.drafts["distillspec"]}
     run, _ = bench(settings)
     run_stages(run)
