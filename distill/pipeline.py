@@ -33,7 +33,7 @@ from distill.stages import run_stages
 
 @ranks.together()
 def run_pipeline(settings: Settings, console: Console | None = None, *, show: bool = True) -> Run:
-    """Do everything that ``python -m distill`` does, in each of the processes that were started.
+    """Do everything that ``draftsmith distill`` does, in each of the processes that were started.
 
     The results are printed at the end where they are to be shown.
 
@@ -98,7 +98,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
 
 
 def check_command(settings: Settings, console: Console) -> None:
-    """``python -m distill check-engine``: print the command of a server, then compare every layer."""
+    """``draftsmith distill check-engine``: print the command of a server, then compare every layer."""
     elsewhere = not settings.teacher.in_engine
     refuse(settings, (elsewhere, "teacher.signal", f"and check-engine is about {' and '.join(ENGINES)}: set it so"))
     run = Run(with_formats(settings), console)
@@ -123,7 +123,7 @@ def check_command(settings: Settings, console: Console) -> None:
 # -- export and measurement -------------------------------------------------------------------------------------------
 
 PROBED = ("probes", "self_speculation", "probe_settings")
-"""Parts of a report that ``python -m probes`` adds, which stay true as long as the target does."""
+"""Parts of a report that ``draftsmith probe`` adds, which stay true as long as the target does."""
 
 
 def measure(run: Run) -> Values:
@@ -159,7 +159,7 @@ def measure(run: Run) -> Values:
             measured = evaluate(run)
         probed = {part: report[part] for part in PROBED if part in report and before.get("target") in (None, target)}
         report = {"name": settings.name, **measured, **probed, "settings": asdict(settings)}
-        report["commands"] = {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"}
+        report["commands"] = {"reproduce": f"draftsmith distill --config {run.folder / 'settings.yaml'}"}
         add_measurements(run.export, report, chosen)
         report["exported"] = exported_facts(run.export)
         report = {**write_report(run.folder, report)}
@@ -167,7 +167,7 @@ def measure(run: Run) -> Values:
     elif settings.evaluation:
         run.line(
             "this process has no memory for the target, so that nothing is measured; on a machine that has: "
-            f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
+            f"draftsmith decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
     write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")

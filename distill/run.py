@@ -305,7 +305,7 @@ class Run:
         if not settings.urls:
             raise UserError(
                 "teacher.engine.urls is empty, and the target stands in an engine: start a server with the command "
-                "that python -m distill check-engine prints for this configuration, and give its address"
+                "that draftsmith distill check-engine prints for this configuration, and give its address"
             )
         named, length = self.settings.target.model or "", self.settings.data.max_length
         names = {named, Path(named).name, str(self.target), str(self.served_folder)}

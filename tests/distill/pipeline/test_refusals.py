@@ -163,6 +163,6 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
 
 
 def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> None:
-    words = r"teacher.engine.urls is empty.*start a server with the command that python -m distill check-engine prints"
+    words = r"teacher.engine.urls is empty.*start a server with the command that draftsmith distill check-engine prints"
     with pytest.raises(UserError, match=words):
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])
