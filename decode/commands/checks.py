@@ -66,7 +66,7 @@ def use_chat(
     Raises:
         UserError: the template is missing, or does not take the system message.
     """
-    named = filter(None, [*settings.drafts, getattr(settings, "probes", None), settings.target])
+    named = filter(None, [*settings.drafts, *(getattr(settings, key, None) for key in ("probes", "target"))])
     trained: Fields = next(filter(None, map(trained_prompts, named)), {})
     asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
     chat = ChatSettings(**trained | ({"chat": True} if asked else {}) | asked)
