@@ -182,8 +182,7 @@ class MethodOptions:
     """What a method leaves open; null takes the paper's value."""
 
     stop_rule: str | None = None
-    """Another stop rule than the method's own; `draftsmith decode methods` lists them; or module.function, whose stop
-    rule is made from `MethodInputs`."""
+    """Another stop rule than the method's own; `draftsmith decode methods` lists them."""
     rule: str | None = None
     """Another acceptance rule than the method's own; `draftsmith decode methods` lists them; or module.Class of your
     own. All but exact and block-verification are relaxed: the output is no longer distributed as the target's, and
