@@ -25,7 +25,7 @@ from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
 from decode.models.fast.weights import FEW
-from decode.models.huggingface import arguments_of, cache_argument, facts_of, last_logits
+from decode.models.huggingface import HuggingFaceRunner, arguments_of, cache_argument, facts_of, last_logits
 
 GROUP = 4
 """Batches that are written from one queue where bits have to repeat: a waiting text takes the place of a finished one
@@ -121,12 +121,14 @@ def write_texts(
             opened = fast_if_equal(model, "on" if packed else "off")
         ends = [text.end for text in asked]
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], ends, batch_size)
-        if isinstance(opened, FastRunner):
-            for text, _ in run(opened, method, reversed(asked), rows):  # the longest first
-                tell(bool(text.finish))
-        else:
-            for ended in _in_batches(model, asked, warp, rows):
-                tell(ended)
+        together = (
+            [] if isinstance(opened, FastRunner) else [text for text in asked if not -1 < text.boundary < text.end - 1]
+        )
+        alone = [text for text in reversed(asked) if text not in together]  # the longest first
+        for text, _ in run(opened or HuggingFaceRunner(model), method, alone, rows):
+            tell(bool(text.finish))
+        for ended in _in_batches(model, together, warp, rows):
+            tell(ended)
     finally:
         model.train(training)
     return [texts[i].new_ids if i in texts else [] for i in range(len(prompts))]

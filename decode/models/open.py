@@ -3,6 +3,7 @@
 Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -257,15 +258,19 @@ def open_draft(
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuse a draft whose token ids mean other strings than the target's.
+    """Refuse a draft whose token ids mean other strings than the target's, and warn of tokens that were renamed.
 
-    Padded vocabularies of one family pass: only ids that both tokenizers name are compared.
+    Padded vocabularies of one family pass: only ids that both tokenizers name are compared. So do those that name an
+    added token otherwise, as a fine-tuned model does with a reserved one.
 
     Raises:
         UserError: with the first id that differs.
     """
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, draft))
-    other = [f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
+    both = sorted(ours.keys() & theirs.keys())
+    differ = {i: f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in both if ours[i] != theirs[i]}
+    added = added_ids(target) & added_ids(draft)
+    other = [text for i, text in differ.items() if i not in added]
     if min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
         other.append(f"they know {len(ours)} and {len(theirs)} tokens")
     if other:
@@ -274,6 +279,9 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
             "one with python -m distill; transformers' own assisted generation takes a draft of another tokenizer "
             "(generate with assistant_model and assistant_tokenizer)"
         )
+    if differ:
+        renamed = "; ".join(differ.values())
+        warnings.warn(f"the draft's tokenizer names added tokens otherwise: {renamed}", stacklevel=2)
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
