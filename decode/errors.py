@@ -1,6 +1,9 @@
 """The error type for mistakes that a user can correct, and its messages for names that are not known."""
 
 import difflib
+import os
+import pkgutil
+import sys
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
@@ -30,3 +33,20 @@ def choose(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     if name not in entries:
         raise UserError(unknown(kind, name, entries))
     return entries[name]
+
+
+def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
+    """The entry of a name, or what ``module.name`` is in code of the user's, in the working directory too.
+
+    Raises:
+        UserError: there is no such entry, or it cannot be imported.
+    """
+    if "." not in name:
+        return choose(kind, name, entries)
+    sys.path.append(os.getcwd())  # last: a file there replaces no other module
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{kind} {name!r} cannot be imported ({error}); {', '.join(entries)} need no module") from error
+    finally:
+        sys.path.pop()

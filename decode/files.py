@@ -41,11 +41,11 @@ def unused(path: Path) -> Path:
 
 
 @contextmanager
-def replaced(path: Path, keep: Path | None = None) -> Iterator[Path]:
+def replaced(path: Path, keep: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """Yield a path in a temporary folder beside `path`, where a file, folder or link is made that then takes its place.
 
-    A folder that was there becomes `keep`, or is removed. After a failure the old one stays. Files get the permissions
-    of any new file: safetensors gives its maker's alone.
+    A folder that was there is given to `keep`, which renames it, or is removed. After a failure it stays. Files get the
+    permissions of any new file: safetensors gives its maker's alone.
 
     Raises:
         OSError: Nothing can be written there, or the disk is full; it names `path`.
@@ -58,14 +58,16 @@ def replaced(path: Path, keep: Path | None = None) -> Iterator[Path]:
             for file in [] if new.is_symlink() else filter(Path.is_file, [new, *new.rglob("*")]):
                 file.chmod(stat.S_IMODE(plain.stat().st_mode))
             if new.is_dir() and os.path.lexists(path):  # a link may lead nowhere
-                path.rename(old := keep or Path(scratch, ".old"))
-                try:
-                    new.replace(path)
-                except OSError:
-                    old.rename(path)
-                    raise
-            else:
+                if keep is not None:
+                    keep(path)
+                else:
+                    path.rename(Path(scratch, ".old"))
+            try:
                 new.replace(path)
+            except OSError:
+                if (old := Path(scratch, ".old")).exists():
+                    old.rename(path)
+                raise
     except Exception as error:
         why = None if isinstance(error, UserError) else writing_error(error)
         if why is None or path.parent.absolute() not in Path(str(why.filename or path)).absolute().parents:

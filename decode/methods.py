@@ -38,7 +38,7 @@ from decode.drafters.probe import KINDS as PROBES
 from decode.drafters.probe import MAKE_PROBES, advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
-from decode.errors import UserError, choose
+from decode.errors import UserError, choose, named
 from decode.files import Fields
 from decode.loop import Method
 from decode.models.api import Model
@@ -310,22 +310,22 @@ PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
 
 
 RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
-    "exact": lambda options, greedy: Exact(),
-    "block-verification": lambda options, greedy: BlockVerification(),
+    "exact": Exact,
+    "block-verification": BlockVerification,
     "ears": lambda options, greedy: Ears(options.beta),
     "adasd": lambda options, greedy: JensenShannon(unwarped=greedy),
     "adasd-a": lambda options, greedy: JensenShannon("a", unwarped=greedy),
     "adasd-b": lambda options, greedy: JensenShannon("b", unwarped=greedy),
     "adasd-c": lambda options, greedy: JensenShannon("c", unwarped=greedy),
-    "fuzzy": lambda options, greedy: Fuzzy(options.fuzzy_threshold),
-    "typical": lambda options, greedy: Typical(options.typical_epsilon, options.typical_delta),
+    "fuzzy": lambda options, greedy: Fuzzy(),
+    "typical": lambda options, greedy: Typical(),
 }
-"""Acceptance rules, made from the options and whether decoding is greedy."""
+"""Acceptance rules, made from the options and whether decoding is greedy; so is ``module.Class`` of the user's."""
 
 
 def is_lossless(method: str, rule: str | None = None) -> bool:
     """Whether the method's output is distributed as the target's."""
-    return RULES[rule or METHODS[method][2]](MethodOptions(), False).exact
+    return named("acceptance rule", rule or METHODS[method][2], RULES)(MethodOptions(), False).exact
 
 
 def with_options(spec: str, options: MethodOptions) -> tuple[str, MethodOptions]:
@@ -357,18 +357,18 @@ def refusal(method: str, parts: Parts) -> str:
         wanted = "a model or a head" if kind.drafts == ANY else " or ".join(map(DRAFTS.__getitem__, kind.drafts))
         config = {"eagle": "quickstart-eagle", "block": "quickstart-dspark"}.get(kind.drafts[0], "quickstart")
         other = f", and {parts.name} is {DRAFTS[parts.draft]}" if parts.draft else ""
-        train = f"(a folder or hub name; train one: python -m distill --config configs/{config}.yaml)"
+        train = f"(a folder or hub name; train one: draftsmith distill --config configs/{config}.yaml)"
         return f"{method} drafts with {wanted}{other}; give one with --draft {train}"
     if kind.store and not parts.datastore:
-        build_one = "build one with python -m decode datastore build"
+        build_one = "build one with draftsmith decode datastore build"
         return f"{method} drafts from a datastore folder; {build_one} and give it with --datastore DIR"
     if (rule := options.stop_rule or options.rule) and method in UNJUDGED:
         return f"{rule} is a rule for drafts of this decoder, and {method} drafts none; give --draft D, or leave it out"
     if method in BASELINES:
         return ""
     stop, rule = options.stop_rule or own_stop, options.rule or own_rule
-    choose("stop rule", stop, STOPS | PROBE_STOPS)
-    acceptance = choose("acceptance rule", rule, RULES)(options, True)
+    named("stop rule", stop, STOPS | PROBE_STOPS)
+    acceptance = named("acceptance rule", rule, RULES)(options, True)
     if stop in PROBES and options.probes is None:
         return f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}"
     if stop in PROBES and not kind.itself:
@@ -411,10 +411,10 @@ def build(method: str, inputs: MethodInputs) -> Method:
         if options.exit_layer in (None, advice.get("exit_layer")):  # thresholds belong to their layer
             missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
             inputs = replace(inputs, options=(options := replace(options, **missing)))
-    stop_rule, lengths = (STOPS | PROBE_STOPS)[stop](inputs), None
+    stop_rule, lengths = named("stop rule", stop, STOPS | PROBE_STOPS)(inputs), None
     weighed = stop == "cost-optimal"
     if kind.priced and (options.never_slower or weighed):
         lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=weighed)
     assert kind.make is not None
-    acceptance = RULES[options.rule or own_rule](options, inputs.warp.greedy)
+    acceptance = named("acceptance rule", options.rule or own_rule, RULES)(options, inputs.warp.greedy)
     return Method(method, kind.make(inputs), stop_rule, acceptance, lengths)

@@ -1,4 +1,4 @@
-"""Fingerprints of files, which of them a model is read from, and locks."""
+"""Fingerprints of files, which of them a model is read from, what is kept of other settings, and locks."""
 
 import errno
 import fcntl
@@ -6,16 +6,21 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
+from huggingface_hub.constants import HF_HOME
+
 from decode.errors import UserError
+from decode.files import read_json, write_json
 from distill import ranks
 
 LARGE = 256_000_000
-"""Input files of more bytes are known by their size and time instead of their content."""
+"""The hashes of input files of more bytes are kept in `HASHES`, so that their content is read once."""
+HASHES = Path(HF_HOME) / "draftsmith-hashes.json"
+"""Hashes of large files, by path, size and time."""
 MODEL_FILES = (
     "*config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "gguf/*.gguf", "*token*", "*vocab*",
     "*merges*", "*.model", "*.tiktoken", "*.spm", "tekken.json", "bpe.codes", "dict.txt", "emoji.json",
@@ -30,27 +35,38 @@ def files_in(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> list[Path]:
     return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 
-def files_state(paths: Iterable[str | None]) -> dict[str, list[int | str]]:
-    """Size and content's hash (of large files the time) of the paths that are files, and of a folder's model."""
-    roots = [Path(path) for path in paths if path]
-    files = [file for root in roots for file in ([root] if root.is_file() else files_in(root))]
-    states = {file: file.stat() for file in files}
-    return {
-        str(file): [now.st_size, now.st_mtime_ns if now.st_size > LARGE else _hash(file, now.st_size, now.st_mtime_ns)]
-        for file, now in states.items()
-    }
+def files_state(paths: Iterable[str | None]) -> list[tuple[str, str]]:
+    """Name and content's hash of the paths that are files, and of the files of a folder's model, wherever it is."""
+    states = list[tuple[str, str]]()
+    for root in map(Path, filter(None, paths)):
+        for file in [root] if root.is_file() else files_in(root):
+            name, now = file.name if file == root else str(file.relative_to(root)), file.stat()
+            states.append((name, _hash(file, now.st_size, now.st_mtime_ns)))
+    return states
 
 
 @cache
-def _hash(path: Path, *_: int) -> str:
-    """Hash of a file's content; an unchanged file is read once in a process."""
+def _hash(path: Path, *state: int) -> str:
+    """Hash of a file's content; a file with the size and time ``state`` is read once, a large one by one process."""
+    key, large = f"{path.absolute()} {state}", state[0] > LARGE
+    if large and (found := read_json(HASHES).get(key)):
+        return str(found)
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        made = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+    if large:
+        with suppress(OSError):
+            write_json(HASHES, read_json(HASHES) | {key: made})
+    return made
 
 
 def sizes(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> dict[str, int]:
     """Bytes of a folder's files of these names, by their path in there; a truncated one is noticed by them."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in files_in(folder, patterns)}
+
+
+def saved_step(checkpoint: Path) -> int:
+    """The step of a training at which it was saved."""
+    return int(checkpoint.stem.split("=")[1])
 
 
 def free_bytes(path: Path) -> int:

@@ -14,8 +14,9 @@ from distill.config import Settings
 from distill.config.base import Values
 from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
+from distill.losses.divergences import Divergence
 
-VERSION = 6
+VERSION = 7
 """Raised when a change of the code changes what a stage produces."""
 MEASURES = 1
 """Raised when a change of the code changes what a report holds."""
@@ -28,9 +29,7 @@ READ: dict[str, tuple[str, ...]] = {
         "data.chat_template", "data.chat", "data.system", "data.template_args", "data.train_examples",
         "data.validation_examples", "data.test_examples", "data.max_length", "data.overlong", "data.tokenizer",
     ),
-    "fit": (
-        "trainer.precision", "trainer.attention", "trainer.validate_every", "trainer.callbacks", "trainer.extra",
-    ),
+    "fit": ("trainer.precision", "trainer.attention", "trainer.callbacks", "trainer.extra"),
     "target": (
         "target.kind", "target.model", "target.architecture", "target.training", "target.lora", "target.layerskip",
     ),
@@ -59,12 +58,14 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "tags", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
+    "name", "output_dir", "tracker", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
     "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.urls", "trainer.strategy",
-    "trainer.gradient_checkpointing", "trainer.validation_examples",
+    "trainer.gradient_checkpointing", "trainer.validate_every", "trainer.validation_examples",
 )  # fmt: skip
-"""Settings that change no result, or by no more than rounding; and the number of examples by which a checkpoint was
-chosen, for which what is finished is not made again."""
+"""Settings that change no result, or by no more than rounding; and by how many validations and examples a checkpoint
+was chosen, for which what is finished is not made again."""
+PLANNED = ("drafts.NAME.kl_first", "drafts.NAME.on_policy", "target.layerskip")
+"""Settings with which steps depend on how many there will be, as they do where the learning rate falls."""
 OBSERVING = ("LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor", "ModelSummary", "RichModelSummary")
 """Callbacks that change no weight, as do all progress bars."""
 SHOWING = (
@@ -134,13 +135,22 @@ def inputs(settings: Settings, parts: Iterable[str], stage: str = "") -> Values:
     return {name: _value(settings, name, stage) for name in read}
 
 
-def stage_fingerprints(settings: Settings) -> dict[str, str]:
-    """Return the fingerprint of every stage, in order."""
+def stage_fingerprints(settings: Settings, going_on: str = "") -> dict[str, str]:
+    """Return the fingerprint of every stage, in order.
+
+    Of the stage ``going_on`` it is that of its checkpoints: whatever the number of steps, where none depends on it.
+    """
     keys: dict[str, str] = {}
     for stage in ("target", "initial", *settings.drafts):
         parts, before = parts_of(settings, stage)
+        read = inputs(settings, parts, stage)
+        if stage == going_on:
+            read["trainer.accumulate"] = settings.trainer.accumulate  # batches are counted in these parts
+            for value in () if any(map(read.get, PLANNED)) else read.values():
+                if isinstance(value, dict) and value.get("schedule") == "constant":
+                    value |= {"steps": None, "epochs": None}
         stages = [keys[name] for name in keys if name in before]  # a draft's name is no input
-        keys[stage] = fingerprint(VERSION, inputs(settings, parts, stage), stages)
+        keys[stage] = fingerprint(VERSION, read, stages)
     return keys
 
 
@@ -162,6 +172,8 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
             return None  # in the section training; and its stage is before this one
         case "drafts.NAME.k":
             return value if draft is not None and draft.selects else None
+        case "drafts.NAME.divergence":
+            return Divergence(value).key
         case "trainer.callbacks":
             kinds = [str(each.get("class_path", "")).rpartition(".")[2] for each in value]
             return [each for each, kind in zip(value, kinds) if not (kind in OBSERVING or kind.endswith("ProgressBar"))]
@@ -180,5 +192,5 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
         case "data.prompts":
             return asdict(value), files_state([value.file])
         case "data.tokenizer" | "target.model" | "student.model":
-            return value, files_state([value])
+            return files_state([value]) or value
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from decode.errors import UserError
 from decode.files import write_safely
 from distill import ranks
-from distill.files import free_bytes, remove
+from distill.files import free_bytes
 
 Item = TypeVar("Item")
 Ints = NDArray[np.int64]
@@ -54,16 +54,6 @@ class Kept:
         self._lock = RLock()
         self._opened = lru_cache(OPENED)(partial(safe_open, framework="numpy"))
         self.scan()
-
-    @classmethod
-    def at(cls, parent: Path, name: str, key: str, shapes: Shapes) -> "Kept":
-        """The values of a name and a fingerprint of what they depend on; those of other fingerprints are removed."""
-        folder = parent / f"{name}-{key[:16]}"
-        if ranks.is_first():
-            for other in parent.glob(f"{name}-{'[0-9a-f]' * 16}"):
-                if other != folder:
-                    remove(other)
-        return cls(shapes, folder)
 
     def __len__(self) -> int:
         return len(self.keys) + sum(len(keys) for keys, _ in self._unsorted)
@@ -162,7 +152,7 @@ class Kept:
         free = ranks.exchange(free_bytes(self.folder))[0]  # which also waits until all have looked what is missing
         if work and size > free:
             needs = f"{self.folder} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there"
-            raise UserError(f"{needs}: free some space{advice}")
+            raise UserError(f"{needs}: free some space, such as what is there of other settings{advice}")
         if alone:
             return work if ranks.is_first() else []
         return work[ranks.rank() :: ranks.world()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from decode.files import read_json, scratch_folder, unused, write_json, write_text
+from decode.files import read_json, scratch_folder, write_json, write_text
 from decode.progress import working
 from distill import ranks
 from distill.config import Settings
@@ -33,7 +33,7 @@ from distill.stages import run_stages
 
 @ranks.together()
 def run_pipeline(settings: Settings, console: Console | None = None, *, show: bool = True) -> Run:
-    """Do everything that ``python -m distill`` does, in each of the processes that were started.
+    """Do everything that ``draftsmith distill`` does, in each of the processes that were started.
 
     The results are printed at the end where they are to be shown.
 
@@ -49,7 +49,7 @@ def run_pipeline(settings: Settings, console: Console | None = None, *, show: bo
     with alone_in(run):
         run.settings = ranks.exchange(with_formats(run.settings))[0]  # the first process's
         if first:
-            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings), settings.tags)
+            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings))
         try:
             run_stages(run)
             if first:  # the other processes have no more to do, and wait for the end
@@ -98,7 +98,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
 
 
 def check_command(settings: Settings, console: Console) -> None:
-    """``python -m distill check-engine``: print the command of a server, then compare every layer."""
+    """``draftsmith distill check-engine``: print the command of a server, then compare every layer."""
     elsewhere = not settings.teacher.in_engine
     refuse(settings, (elsewhere, "teacher.signal", f"and check-engine is about {' and '.join(ENGINES)}: set it so"))
     run = Run(with_formats(settings), console)
@@ -123,7 +123,7 @@ def check_command(settings: Settings, console: Console) -> None:
 # -- export and measurement -------------------------------------------------------------------------------------------
 
 PROBED = ("probes", "self_speculation", "probe_settings")
-"""Parts of a report that ``python -m probes`` adds, which stay true as long as the target does."""
+"""Parts of a report that ``draftsmith probe`` adds, which stay true as long as the target does."""
 
 
 def measure(run: Run) -> Values:
@@ -151,16 +151,15 @@ def measure(run: Run) -> Values:
         run.line("the report or the export is not as it was written, and is made again")
     run.logger = tried(run.logger, run.line)
     write_settings(settings, run.folder / "settings.yaml")
-    chosen, exported = export(run, before.get("draft"))
-    # a killed evaluation leaves no second export, and no report of another draft that seems up to date
-    write_json(note, before | {"fingerprint": None, "draft": exported})
+    write_json(note, before | {"fingerprint": None})  # a kill leaves no report of another draft that seems up to date
+    chosen = export(run)
     export_gguf(run.export, run.target, settings.export)
     if evaluated:
         with working(run.console, "evaluation", bars=False):
             measured = evaluate(run)
         probed = {part: report[part] for part in PROBED if part in report and before.get("target") in (None, target)}
         report = {"name": settings.name, **measured, **probed, "settings": asdict(settings)}
-        report["commands"] = {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"}
+        report["commands"] = {"reproduce": f"draftsmith distill --config {run.folder / 'settings.yaml'}"}
         add_measurements(run.export, report, chosen)
         report["exported"] = exported_facts(run.export)
         report = {**write_report(run.folder, report)}
@@ -168,34 +167,29 @@ def measure(run: Run) -> Values:
     elif settings.evaluation:
         run.line(
             "this process has no memory for the target, so that nothing is measured; on a machine that has: "
-            f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
+            f"draftsmith decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
-    write_json(note, {"fingerprint": key, "target": target, "draft": exported, "export": sizes(run.export)})
+    write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report
 
 
-def export(run: Run, before: str | None) -> tuple[str, str]:
-    """Export the draft that the settings choose, and return its name and what it was made from.
-
-    An export that was made from something else is kept beside it, unless ``overwrite`` is set.
-    """
+def export(run: Run) -> str:
+    """Export the draft that the settings choose, and return its name; an export of something else is kept."""
     settings, trust = run.settings, run.settings.target.trust_remote_code
-    chosen, keep = run.chosen(settings.export.choose), None
+    chosen = run.chosen(settings.export.choose)
     key = fingerprint(run.draft_record(chosen).fingerprint, asdict(settings.export))
-    if run.export.exists() and before != key and not settings.overwrite:
-        keep = unused(run.export)
+    same = run.bring(run.export, lambda path: read_json(run.note(path)).get("fingerprint") == key)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=keep)
+    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=None if same else run.keep)
     if student.draft.head:
         export_head(*models, length=student.steps, **how)
     else:
         length = student.steps if student.steps > 1 else None
         export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
-    if keep is not None:
-        run.line(f"{keep} is the export that was there")
+    write_json(run.note(run.export), {"fingerprint": key})
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    return chosen, key
+    return chosen
 
 
 def write_settings(settings: Settings, path: Path) -> None:

@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 from decode.core.draft import foreign
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.files import read_json, replaced, write_json
+from decode.files import read_json, replaced, unused, write_json
 from decode.measure.suites import quiet_datasets
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
@@ -42,13 +42,16 @@ from distill.data.writing import Served, Write, written_here
 from distill.engine.check import EVERY, AnswerCheck, check_states, holds
 from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
-from distill.files import files_state, only_one, remove, sizes
+from distill.files import files_state, only_one, remove, saved_step, sizes
+from distill.fingerprints import stage_fingerprints
 from distill.networks.lm_head import LMHead, check_head
 from distill.networks.models import config_of, hollow_target, open_frozen, source_folder, use_attention
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
 """What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
 the loss; label tokens with those of the reference, where the training needs one."""
+RECORD = "record.json"
+"""The file with the record of what is kept as PATH.old-N, which else is in ``work``."""
 
 
 @dataclass
@@ -113,39 +116,69 @@ class Run:
 
         ``key`` is the fingerprint that its inputs have to have; None: any.
         """
+        folder = self.path(stage)
         try:
-            record = StageRecord(**read_json(self.work / f"{stage}.json"))
+            record = StageRecord(**read_json(self.note(folder)))
         except TypeError:
             return None
-        intact = record.files and record.files == sizes(self.path(stage))
+        intact = record.files and record.files == sizes(folder)
         return record if intact and key in (None, record.fingerprint) else None
 
     def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
-        """Have ``make`` fill a new folder, then put it in the stage's place together with its record.
+        """Have ``make`` fill a new folder, then put it in the stage's place, which is kept, together with its record.
 
         The first process does so, the others wait.
         """
         if ranks.is_first():
-            note = self.work / f"{stage}.json"
-            with replaced(self.path(stage)) as aside:
+            folder = self.path(stage)
+            with replaced(folder, self.keep) as aside:
                 make(aside)
                 record.files = sizes(aside)
-                note.unlink(missing_ok=True)
-            write_json(note, vars(record))
-            remove(self.work / f"checkpoints-{stage}")
+            write_json(self.note(folder), vars(record))
+            for path in (self.note(checkpoints := self.work / f"checkpoints-{stage}"), checkpoints):
+                remove(path)
         ranks.barrier()
 
-    def checkpoints(self, stage: str, key: str) -> Path:
-        """Return the folder for a stage's checkpoints, emptied of those that were made under another fingerprint."""
+    def checkpoints(self, stage: str, steps: int) -> Path:
+        """Return the folder of the checkpoints from which a training of so many steps goes on, if there are any."""
         folder = self.work / f"checkpoints-{stage}"
-        note = folder / "fingerprint.json"
-        if ranks.is_first() and read_json(note).get("stage") != key:
-            if folder.exists():
-                self.line(f"{folder} is of other settings or files, and removed")
-            remove(folder)
-            write_json(note, {"stage": key})
+        if ranks.is_first():
+            record = {"fingerprint": stage_fingerprints(self.settings, stage)[stage]}
+
+            def last(path: Path) -> int:
+                step = max(map(saved_step, path.glob("last-*.ckpt")), default=0)
+                return step * (step <= steps and read_json(self.note(path)) == record)
+
+            if not self.bring(folder, last):
+                self.keep(folder)
+                write_json(self.note(folder), record)
         ranks.barrier()
         return folder
+
+    def note(self, path: Path) -> Path:
+        """Return the file with the record of what is at a path."""
+        return path / RECORD if ".old-" in path.name else self.work / f"{path.name}.json"
+
+    def keep(self, path: Path) -> None:
+        """Rename what is at a path to PATH.old-N, with its record; a link is removed, and all with ``overwrite``."""
+        note = self.note(path)
+        if path.is_symlink() or self.settings.overwrite or not any(path.glob("*")):
+            remove(note)
+            return remove(path)
+        if note.exists():
+            note.replace(path / RECORD)
+        path.rename(old := unused(path))
+        self.line(f"{old} is the {path.name} that was there, of other settings or files")
+
+    def bring(self, path: Path, fits: Callable[[Path], int]) -> int:
+        """Put at a path what fits best of what is there and what was kept of it; return how well."""
+        best = max([path, *path.parent.glob(f"{path.name}.old-*")], key=fits)
+        if best != path and fits(best):
+            self.keep(path)
+            best.rename(path)
+            (path / RECORD).replace(self.note(path))
+            self.line(f"{best} is of these settings and files, and {path} again")
+        return fits(path)
 
     def draft_record(self, name: str) -> StageRecord:
         """Return the record of a finished draft, by its name in reports."""
@@ -271,7 +304,7 @@ class Run:
         if not settings.urls:
             raise UserError(
                 "teacher.engine.urls is empty, and the target stands in an engine: start a server with the command "
-                "that python -m distill check-engine prints for this configuration, and give its address"
+                "that draftsmith distill check-engine prints for this configuration, and give its address"
             )
         named, length = self.settings.target.model or "", self.settings.data.max_length
         names = {named, Path(named).name, str(self.target), str(self.served_folder)}

@@ -29,7 +29,7 @@ from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.chat import Ids
 from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.engine.check import AnswerCheck, NoSamples
-from distill.files import fingerprint, link, remove
+from distill.files import fingerprint, link
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes, by_tokens
 from distill.kinds.base import Draft, reference_losses
@@ -49,7 +49,7 @@ from distill.networks.models import (
 from distill.responses.on_policy import OnPolicy
 from distill.responses.target import answered_texts, examples_of
 from distill.results.tracking import for_stage
-from distill.run import ACCOUNT, Run, StageRecord
+from distill.run import ACCOUNT, RECORD, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
 from distill.signal.kept import TOKENS, keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, States, label_tokens, read_states
@@ -86,8 +86,8 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
     """
     created = list[str]()
     try:
-        # the first process's: the time of a large file differs where each machine has a copy
-        for stage, key in ranks.exchange(stage_fingerprints(run.settings))[0].items():
+        keys = stage_fingerprints(run.settings) if ranks.is_first() else {}  # which reads large files once
+        for stage, key in ranks.exchange(keys)[0].items():
             if (only is None or stage in only) and not _up_to_date(run, stage, key):
                 if check and not created and only != ("target",):
                     with working(run.console, "checking data and models", bars=False):
@@ -105,11 +105,13 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
 
 
 def _forget_answers(run: Run) -> None:
-    """Remove the target's answers, and what may have learned from them."""
-    remove(run.work / "responses")
+    """Keep the target's answers, and what may have learned from them, where nothing finds them."""
+    run.keep(run.work / "responses")
     for stage in ("initial", *run.trained):
-        (run.work / f"{stage}.json").unlink(missing_ok=True)
-        remove(run.work / f"checkpoints-{stage}")
+        run.keep(run.path(stage))
+        run.keep(run.work / f"checkpoints-{stage}")
+    for record in run.folder.rglob(f"*.old-*/{RECORD}"):
+        record.unlink()
 
 
 def _title(run: Run, stage: str) -> str:
@@ -121,12 +123,13 @@ def _up_to_date(run: Run, stage: str, key: str) -> bool:
     """Print the title of a stage, and whether it has to be made."""
     title = f"[bold]{_title(run, stage)}[/bold] ({run.progress(stage)})"
     run.console.print(title, highlight=False, soft_wrap=True)
+    if ranks.is_first():
+        run.bring(run.path(stage), lambda path: run.record(path.name, key) is not None)
+    ranks.barrier()
     if run.record(stage, key) is not None:
         run.line(f"up to date: {run.path(stage)}")
-        if ranks.is_first():
-            remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
         return True
-    if before := read_json(run.work / f"{stage}.json").get("fingerprint"):
+    if before := read_json(run.note(run.path(stage))).get("fingerprint"):
         why = "is not as it was written" if before == key else "was made from other settings or files"
         run.line(f"{run.path(stage)} {why}, and is made again")
     return False
@@ -328,7 +331,10 @@ def shards(run: Run, texts: str, signal: Signal, name: str, shapes: Shapes, *mad
     """Return where columns of texts with a fingerprint are kept."""
     teacher, attention = run.settings.teacher, run.settings.trainer.attention
     key = fingerprint(texts, attention, teacher.in_engine, teacher.arguments, signal.key, *made_from)
-    return Kept.at(run.work / "signals", name, key, shapes)
+    folder = run.work / "signals" / f"{name}-{key[:16]}"
+    for other in () if folder.exists() else folder.parent.glob(f"{name}-{'[0-9a-f]' * 16}"):
+        run.line(f"{other} stays, of other settings or files")
+    return Kept(shapes, folder)
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
@@ -341,7 +347,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     train_rows, validation_rows, texts = texts_of_run(run)
     limit = settings.training_of(run.settings.training).examples
     train, validation = Examples.of(train_rows, limit), Examples.of(validation_rows)
-    learned = [] if settings.on_policy else [train]
+    learned, divergence = [] if settings.on_policy else [train], Divergence(settings.divergence)
     signal, _ = target_signal(run, draft.model)
     online, column = signal.kind == "online", None
     kept, expect = partial(shards, run, texts, signal), None
@@ -351,7 +357,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         name = cast(str, settings.reference)
         reference = open_draft(run, run.path(name), dtype=weights_dtype(precision))
         reference.model.to(run.device)
-        column = reference_losses(reference, signal, Divergence(settings.divergence), precision)
+        column = reference_losses(reference, signal, divergence, precision)
     with working(run.console, f"the target's signal ({signal.kind})"):
         # of an engine whose states are not kept, those that are read again and again
         stored = [*(() if online else learned), *(() if online and not served else [validation])]
@@ -362,7 +368,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
             keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
         if column is not None and learned:
             made_by = run.draft_record(name).fingerprint
-            losses = kept(f"{name}-{settings.divergence}", column[0], made_by, settings.divergence, precision)
+            losses = kept(f"{name}-{settings.divergence}", column[0], made_by, divergence.key, precision)
             keep_columns(losses, learned, column[1], expect if online else None)
 
     if signal.check is not None:
@@ -376,7 +382,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
     if signal.kind == "topk":
         tail = mean_tail(validation)
-        run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
+        run.line(f"the stored {signal.k} probabilities leave out {tail:.2%} of the mass; α is off by at most that")
     if not settings.on_policy and (served or not online):
         run.release()  # no signal will be computed any more
     return DistillData(signal, train, validation, complete, expect if online else None)
@@ -429,7 +435,7 @@ def _fit(
     trainer: TrainerSettings,
 ) -> None:  # fmt: skip
     """Train; the record gets the learning curve and the seconds, those before an interruption included."""
-    data, work = DistillDataModule(batches, validation), run.checkpoints(stage, record.fingerprint)
+    data, work = DistillDataModule(batches, validation), run.checkpoints(stage, module.steps)
     logger = for_stage(run.logger, stage)
     record.history, seconds, read = fit(module, data, trainer, work, name=stage, logger=logger, console=run.console)
     record.seconds += seconds

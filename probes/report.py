@@ -1,4 +1,4 @@
-"""Tables and the page of ``python -m probes``."""
+"""Tables and the page of ``draftsmith probe``."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,8 +13,8 @@ from decode.measure.statistics import finite
 SCORED = ("token_probability", "confidence_probe", "entropy")  # what the probe is compared with
 METRICS = ("auroc", *(f"auroc_{other}" for other in SCORED), "brier", "ece")
 SPEEDS = (
-    "title", "exit_layer", "draft_length", "threshold", "tried", "tokens_per_second", "speedup_vs_layerskip", "speedup",
-    "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
+    "title", "speedup", "speedup_vs_layerskip", "accepted_length", "alpha", "exit_layer", "draft_length", "threshold",
+    "tried", "tokens_per_second", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
 
 
@@ -38,20 +38,19 @@ def best_of(added: Row, mode: str) -> Row:
 
 def answer(added: Row, mode: str) -> str:
     """Return a sentence on what the probes of a mode can do, and one on the fastest method."""
-    pairs = [
-        f"{row['auroc']:.3f} and {row['auroc_token_probability']:.3f} at exit layer {row['layer']}"
-        for row in added["probes"] if row["mode"] == mode and finite(row["auroc"])
-    ]  # fmt: skip
-    text, best = (
-        f"{mode}: AUROC of the probe and of the token's own probability {', '.join(pairs)}.",
-        best_of(added, mode),
+    rows = [row for row in added["probes"] if row["mode"] == mode and finite(row["auroc"])]
+    better = sum(row["auroc"] > row["auroc_token_probability"] for row in rows)
+    text = (
+        f"{mode}: the probe ranks tokens better than their probability does (AUROC) at {better} of {len(rows)} exits."
     )
-    if not best:
+    if not (best := best_of(added, mode)):
         return f"{text} No method was run."
     if doubt(best):
-        return f"{text} The speedups are no results."
-    how = f"{best['title']} with exit layer {best['exit_layer']} is fastest, {cell(best, 'speedup')} times decoding"
-    return f"{text} {how} without a draft, {conditions(best)}."
+        return f"{text} No speedup is reliable."
+    low, high = best.get("speedup_vs_layerskip_ci95") or (1, 1)
+    same = ", not significantly different from layerskip" if low < 1 < high else ""
+    how = f"{best['title']} with exit layer {best['exit_layer']} is fastest{same}: {cell(best, 'speedup')} times"
+    return f"{text} {how} decoding without a draft, {conditions(best)}."
 
 
 def tables(added: Row) -> list[Table]:
@@ -59,7 +58,7 @@ def tables(added: Row) -> list[Table]:
     scores, timed = list[Table](), list[Table]()
     for mode, title in titles(added).items():
         rows = [row for row in added["probes"] if row["mode"] == mode]
-        scores.append(Table(("layer", "alpha", "base_rate", *METRICS), rows, f"Scores on test prompts, {title}"))
+        scores.append(Table(("layer", *METRICS, "alpha", "base_rate"), rows, f"Scores on test prompts, {title}"))
         runs = of_mode(added["self_speculation"], mode)
         timed.append(Table(SPEEDS, runs, f"Each method at its fastest setting, {title}"))
     return scores + timed
@@ -86,7 +85,8 @@ def write_report(path: Path, name: str, added: Row) -> None:
         if best := best_of(added, mode):
             where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
             where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
-            commands[f"{mode}, {best['title']}"] = f"python -m decode generate {where} --prompt TEXT"
+            title = f"{mode}, {best['title']}{', not reliably the fastest' * bool(doubt(best))}"
+            commands[title] = f"draftsmith decode generate {where} --prompt TEXT"
     tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
     sections = [
         Section("Results", tables=tables(added)),

@@ -2,7 +2,7 @@
 
 One YAML file serves several commands, so that a command skips the sections of the others; any other unknown key is an
 error that names the nearest known one. A file may build on another one: ``base: other.yaml`` (relative to itself) is
-read first.
+read first. A file that is not there is looked for among the configurations of the package.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
 from decode.options import MODE, Settings, build
 
+PACKAGE = Path(__file__).parents[1]  # whose configs/ are those of the repository
 NAME = "NAME"  # stands for every name of a mapping from names to sections
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
 SWITCHES = (bool, bool | None)
@@ -120,8 +121,10 @@ def read_config(paths: Sequence[Path], keys: Collection[str] = ()) -> Fields:
 
 
 def _read_file(path: Path, keys: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
-    if not path.is_file():
-        raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
+    places = path, PACKAGE / path, PACKAGE / "configs" / path
+    if (path := next(filter(Path.is_file, places), PACKAGE)) is PACKAGE:
+        names = ", ".join(sorted(os.listdir(PACKAGE / "configs")))
+        raise UserError(f"{Path.cwd()} has no configuration file {str(places[0])!r}; the package has {names}")
     try:
         content = read_yaml("".join(text_lines(path))) or {}
     except ValueError as error:
@@ -311,6 +314,12 @@ def run_main(function: Callable[[], object]) -> int:
         _close_stdout()
         return 0
     except Exception as error:
+        if isinstance(error, ImportError) and Path(error.path or "/").parent == Path.cwd():
+            print(
+                f"error: {error}: rename this file, which hides a module, or use the command draftsmith",
+                file=sys.stderr,
+            )
+            return 2
         if (why := writing_error(error)) is None:
             raise
         try:

@@ -1,4 +1,4 @@
-"""``python -m decode profile``: costs of real rounds, acceptance, and the predicted speedup of every draft length."""
+"""``draftsmith decode profile``: costs of real rounds, acceptance, and the predicted speedup of every draft length."""
 
 import json
 import sys
@@ -106,7 +106,7 @@ def profile(pair: Pair, suite: Sequence[str] = (), **options: Any) -> PairProfil
     Args:
         pair: from `decode.load`, with a draft.
         suite: prompts that α is measured on, as ``--suite`` takes them; none: as in `decode.bench`.
-        options: any other option of ``python -m decode profile``, such as ``limit`` or ``temperature``.
+        options: any other option of ``draftsmith decode profile``, such as ``limit`` or ``temperature``.
 
     Raises:
         UserError: a pair without a draft, an unknown option, a value out of range, prompts that do not fit.
@@ -138,7 +138,8 @@ def run(settings: ProfileSettings) -> None:
 def show(result: PairProfile) -> None:
     """Print the profile as tables, below the machine and the conditions of the measurement."""
     console, cost, alpha = output_console(highlight=False), result.cost, result.alpha
-    formulas = [FORMULAS[name] for name in ("cost_ratio", "verify_cost", "offline_alpha", "predicted_speedup")]
+    names = {"cost_ratio": "", "verify_cost": "", "offline_alpha": "α: ", "predicted_speedup": "predicted: "}
+    formulas = [name + FORMULAS[key] for key, name in names.items()]
     costs = ", ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     of = result.conditions
     measured = f"α of {of['drafted_tokens']} tokens {alpha.mean:.4f} ± {alpha.se:.4f}"

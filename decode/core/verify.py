@@ -71,6 +71,9 @@ class AcceptanceRule:
     unwarped: bool = False  # `distance` compares the distributions before warping, which greedy decoding needs
     corrects_from_p: bool = False  # a rejected token is replaced by one from p, not from the residual
 
+    def __init__(self, options: Any = None, greedy: bool = False) -> None:
+        """By name a rule is made with the `decode.options.MethodOptions` and whether decoding is greedy."""
+
     def of_texts(self, rules: Sequence[Any], device: torch.device) -> AcceptanceRule:
         """The rule that decides for texts together, each of which may have learned another one."""
         return self

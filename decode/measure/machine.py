@@ -103,17 +103,15 @@ def doubt(*rows: Mapping[str, Any]) -> str:
         if not finite(speedup):
             continue
         if busy(row):
-            share = f"{UNDISTURBED:.0%} of the time"
-            reasons[f"the machine was busy: the timed rounds had a processor for less than {share}"] = idle
+            reasons[f"the machine was busy (threads waited over {1 - UNDISTURBED:.0%} of the time)"] = idle
         if finite(least) and least < SURE:
-            times = f"{least:.2f} times as long as one"
-            reasons[f"several tokens seemed to take the target {times}: v(n) is below 1"] = idle
+            reasons["several tokens seemed to take the target less time than one (v(n) is below 1)"] = idle
         # model.generate is another program, whose forwards may be faster
         if finite(length) and speedup > length + 1e-6 and not row.get("baseline"):
-            reasons[f"it is above the accepted length of {length:.2f}, which bounds it"] = idle
+            reasons["the speedup is above the accepted length, which bounds it"] = idle
         if prompts is not None and prompts < LEAST:
-            reasons[f"{prompts} prompts were timed, expected {LEAST} or more"] = more
-    return f"{'; '.join(reasons)}: {' and '.join(dict.fromkeys(reasons.values()))}" if reasons else ""
+            reasons[f"fewer than {LEAST} prompts were timed"] = more
+    return f"{' and '.join(reasons)}; {' and '.join(dict.fromkeys(reasons.values()))}" if reasons else ""
 
 
 @contextmanager

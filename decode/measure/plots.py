@@ -44,7 +44,7 @@ def as_svg(axes: Axes) -> str:
     figure: Any = axes.get_figure(root=True)
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        columns = max(1, 60 // (math.ceil(len("".join(labels)) / len(labels)) + 6))
+        columns = max(1, 60 // (max(map(len, labels)) + 6))
         figure.set_figheight(figure.get_figheight() + 0.21 * math.ceil(len(labels) / columns))
         figure.legend(handles, labels, loc="outside lower left", ncols=columns)
     buffer = io.StringIO()

@@ -81,7 +81,7 @@ def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:
 def doubts(rows: Iterable[Row]) -> str:
     """Why speedups of a page's rows are marked with a question mark; empty if none is."""
     why = doubt(*rows)
-    return f"?: not a result, since {why}." if why else ""
+    return f"A ? marks a speedup that is not reliable: {why}." if why else ""
 
 
 def texts_of(keys: Iterable[str], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -242,7 +242,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
         if best and all(r["method"] != BASELINE for r in differ):
             parts.append(f"fastest lossless method {best[0]['name']}: speedup {cell(best[0], 'speedup')}")
             if doubt(best[0]):
-                parts = ["no speedup is a result"]
+                parts = ["no speedup is reliable"]
             elif best[0]["speedup"] < 1:
                 parts = ["no lossless method is faster than no draft"]
         if differ and not block[0]["temperature"]:
@@ -294,7 +294,7 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
             row["name"]: row["acceptance_by_position"] for row in fastest[:5] if row["acceptance_by_position"]
         }:
             figures.append((plots.acceptance_by_position(positions), ""))
-        text = f"repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
+        text = bench["notes"].get(rows[0]["suite"], "")
         yield Section(title, text, tables=[Table(keys_of(rows), rows), *by_category(rows)], figures=figures)
     where = {"machine": sentence(machine), "threads": machine["note"]}
     yield Section("Machine and settings", facts=where | bench["settings"], folded=True)

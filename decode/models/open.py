@@ -276,7 +276,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     if other:
         raise UserError(
             f"the draft's tokenizer is not the target's: {other[0]}; use a draft of the same model family, or train "
-            "one with python -m distill; transformers' own assisted generation takes a draft of another tokenizer "
+            "one with draftsmith distill; transformers' own assisted generation takes a draft of another tokenizer "
             "(generate with assistant_model and assistant_tokenizer)"
         )
     if differ:

@@ -1,4 +1,4 @@
-"""All settings of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
+"""All settings of ``draftsmith distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
 
 import copy
 import re
@@ -9,7 +9,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
 from decode.options import Seed, Share, Temperature, build
-from distill.config.base import RESERVED, SHARDED, Attention, DivergenceName, Precision, Values, refuse
+from distill.config.base import RESERVED, SHARDED, Attention, Precision, Values, refuse
 from distill.config.data import DataSettings
 from distill.config.kinds import KINDS, TARGETS
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings, TrainingSettings
@@ -27,11 +27,12 @@ class DraftSettings:
     """Name of an earlier draft, to train tokens where its loss is lower by most (AdaSPEC). null: all (DistillSpec)."""
     k: Share = 0.4
     """With a reference: share of the response tokens of a device's batch that are selected. Paper: 0.2 to 0.4."""
-    divergence: DivergenceName = "forward_kl"
+    divergence: str = "forward_kl"
     """Loss per token between target p and draft q, and what dL is measured in; alpha = sum_x min(p(x), q(x)).
     forward_kl: KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: 1 - alpha (slow from a
     cold start: see kl_first). neg_log_alpha: -log alpha. lk_hybrid: w·KL + (1 - w)·tv, w = exp(-3·alpha). kl_tv: KL +
-    2·tv. cross_entropy: of the next token (DFlash). dspark: 0.1·cross_entropy + 1.8·tv."""
+    2·tv. cross_entropy: of the next token (DFlash). dspark: 0.1·cross_entropy + 1.8·tv. Or module.function of your
+    own."""
     kl_first: ClosedUnitInterval = 0.0
     """Share of the steps, from the first, that use forward KL before divergence takes over."""
     on_policy: ClosedUnitInterval = 0.0
@@ -160,11 +161,11 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
     tracker: Literal["wandb", "none"] = "wandb"
-    """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
-    tags: list[str] = field(default_factory=list)
-    """Tags of the W&B runs: one for each stage, in a group of the run's name."""
+    """Where settings, losses and the report are recorded. W&B, a run for each stage in a group of the run's name, is
+    offline unless you are logged in and it answers."""
     overwrite: bool = False
-    """Replace an export that was made from other settings or files. Without it that one is kept, as export.old-1."""
+    """Remove an export, a stage or checkpoints made from other settings or files. Without it they are kept, as
+    export.old-1 and so on, and taken again with the settings of before."""
     upload: bool = False
     """Upload the export to W&B, as an artifact of the run's report."""
     data: DataSettings = field(default_factory=DataSettings)

@@ -9,10 +9,6 @@ from decode.errors import UserError
 Values = dict[str, Any]
 """Plain data by name."""
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
-DivergenceName = Literal[
-    "forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv", "cross_entropy", "dspark"
-]  # fmt: skip
-"""Losses per token, of `distill.losses.divergences`."""
 Precision = Literal[
     "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "transformer-engine",
     "transformer-engine-float16",

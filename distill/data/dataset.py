@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from decode.errors import UserError
 from distill.data.chat import IGNORE, Ids, prompt_part
 from distill.files import free_bytes
 from distill.kept import Ints, Kept, Keys
@@ -356,20 +355,11 @@ class DistillDataModule(L.LightningDataModule):
         return DataLoader(ValidationBatches(self.validation, size, rank, world, index), batch_size=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The texts that the draft wrote, which depend on its weights at that time, and the number of micro-batches."""
+        """The texts that the draft wrote, which depend on its weights at that time."""
         texts = self.training.texts
-        return {"micros": self.training.micros, "texts": None if texts is None else texts.state_dict()}
+        return {"texts": None if texts is None else texts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores them.
-
-        Raises:
-            UserError: A step then had another number of batches, by which Lightning counts.
-        """
-        if state_dict["micros"] != (micros := self.trainer.accumulate_grad_batches):
-            raise UserError(
-                f"this training was begun with trainer.accumulate {state_dict['micros']} and is continued with "
-                f"{micros}: set it back, or remove the stage's checkpoints (work/checkpoints-STAGE in the run's folder)"
-            )
+        """Restores them."""
         if self.training.texts is not None:
             self.training.texts.load_state_dict(state_dict["texts"])

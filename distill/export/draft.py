@@ -4,6 +4,7 @@ The folder is built beside its destination, loaded again, compared with the sour
 folder of that name is always complete.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def export_draft(
     trust_remote_code: bool = False,
     trust_draft_code: bool = False,
     name: str = "",
-    keep: Path | None = None,
+    keep: Callable[[Path], object] | None = None,
     length: int | None = None,
 ) -> Path:
     """Exports the draft for use with transformers, vLLM and SGLang; `add_measurements` adds what is measured later.
@@ -54,7 +55,7 @@ def export_draft(
         trust_remote_code: Run model code that comes with the folders.
         trust_draft_code: Run only the draft's.
         name: The draft's name in the run.
-        keep: What an earlier export becomes; None: it is removed.
+        keep: Renames an earlier export; None: it is removed.
         length: Drafted tokens per round that a draft with mask tokens was trained for. None: any number.
 
     Returns:

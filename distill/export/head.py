@@ -7,6 +7,7 @@ the output head is the target's too; where they draft some tokens only, engines 
 layers keep the names of the target's own files, into which `replace_layers` puts them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ def export_head(
     length: int,
     trust_remote_code: bool = False,
     name: str = "",
-    keep: Path | None = None,
+    keep: Callable[[Path], object] | None = None,
 ) -> Path:
     """Exports a head; an earlier export in its place is replaced once the new one is complete.
 
@@ -57,7 +58,7 @@ def export_head(
         length: Drafted tokens per round that were trained: so many are drafted until the best number is measured.
         trust_remote_code: Run model code that comes with the target.
         name: The head's name in the run.
-        keep: What an earlier export becomes; None: it is removed.
+        keep: Renames an earlier export; None: it is removed.
 
     Returns:
         ``out_dir``.

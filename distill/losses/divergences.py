@@ -18,24 +18,19 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 | dspark | 0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv) | DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}`` |
 """
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distill.config.base import DivergenceName, Values
+from decode.errors import named
+from distill.config.base import Values
 from distill.networks.lm_head import LMHead
 
-WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {
-    "forward_kl": (1, 0, 0),
-    "tv": (0, 1, 0),
-    "kl_tv": (1, 2, 0),
-    "cross_entropy": (0, 0, 1),
-    "dspark": (0, 1.8, 0.1),
-}
-"""Of KL(p‖q), total variation and the cross-entropy of the text's own token, in the divergences that are their sums."""
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
 
@@ -163,28 +158,60 @@ class TokenDistributions:
         return torch.minimum(p, self.q).sum(-1), there.sum(-1), same
 
 
-@dataclass(frozen=True)
+def reverse_kl(pair: TokenDistributions) -> Tensor:
+    """Returns KL(q‖p), ``[rows]``."""
+    return (pair.q * (pair.log_q - pair.log_p)).sum(-1)
+
+
+def jsd(pair: TokenDistributions) -> Tensor:
+    """Returns the Jensen–Shannon divergence, ``[rows]``."""
+    log_m = torch.logaddexp(pair.log_p + math.log(0.5), pair.log_q + math.log(0.5))
+    return 0.5 * ((pair.p * (pair.log_p - log_m)).sum(-1) + (pair.q * (pair.log_q - log_m)).sum(-1))
+
+
+def neg_log_alpha(pair: TokenDistributions) -> Tensor:
+    """Returns −log α, ``[rows]``."""
+    alpha = pair.alpha
+    return -alpha.clamp_min(torch.finfo(alpha.dtype).tiny).log()  # there may be no overlap at all in float32
+
+
+def lk_hybrid(pair: TokenDistributions) -> Tensor:
+    """Returns λ·KL(p‖q) + (1 − λ)·tv, ``[rows]``."""
+    share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
+    return share * pair.kl() + (1 - share) * pair.tv()
+
+
+DIVERGENCES: dict[str, Callable[[TokenDistributions], Tensor]] = {
+    "forward_kl": TokenDistributions.kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tv": TokenDistributions.tv,
+    "neg_log_alpha": neg_log_alpha,
+    "lk_hybrid": lk_hybrid,
+    "kl_tv": lambda pair: pair.kl() + 2 * pair.tv(),
+    "cross_entropy": TokenDistributions.label_loss,
+    "dspark": lambda pair: 1.8 * pair.tv() + 0.1 * pair.label_loss(),
+}
+"""The divergences of the table above; each returns one of every row, ``[rows]``, and is differentiable."""
+
+
 class Divergence:
-    """A divergence of the table above."""
+    """A divergence by its name in `DIVERGENCES`, or a function of the user's, ``module.name``, of `TokenDistributions`.
 
-    name: DivergenceName = "forward_kl"
+    Attributes:
+        loss: The function.
 
-    def loss(self, pair: TokenDistributions) -> Tensor:
-        """Returns the divergence of every row, ``[rows]``; differentiable."""
-        if self.name == "neg_log_alpha":
-            alpha = pair.alpha
-            return -alpha.clamp_min(torch.finfo(alpha.dtype).tiny).log()  # there may be no overlap at all in float32
-        if self.name == "lk_hybrid":
-            share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
-            return share * pair.kl() + (1 - share) * pair.tv()
-        if self.name == "reverse_kl":
-            return (pair.q * (pair.log_q - pair.log_p)).sum(-1)
-        if self.name == "jsd":
-            log_m = torch.logaddexp(pair.log_p + math.log(0.5), pair.log_q + math.log(0.5))
-            return 0.5 * ((pair.p * (pair.log_p - log_m)).sum(-1) + (pair.q * (pair.log_q - log_m)).sum(-1))
-        terms = zip(WEIGHTS[self.name], (pair.kl, pair.tv, pair.label_loss))
-        parts = [term() if weight == 1 else term() * weight for weight, term in terms if weight]
-        return sum(parts[1:], parts[0])
+    Raises:
+        UserError: There is none of this name.
+    """
+
+    def __init__(self, name: str = "forward_kl") -> None:
+        self.name, self.loss = name, named("divergence", name, DIVERGENCES)
+
+    @property
+    def key(self) -> str:
+        """The name, and the text of a function of the user's: what is trained with it depends on both."""
+        return self.name + inspect.getsource(self.loss) if "." in self.name else self.name
 
 
 def log_probs(logits: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 MORE_TEXTS = "What more texts would give is not known from one number of them: name drafts of all, 1/2, 1/4 and 1/8 \
 of the texts (training.examples of a draft), with as many epochs."
 """Below the account of a training whose drafts do not show it."""
-LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant, \
-p times the number of drafts compared (Bonferroni). Drafts cannot be told apart in speed where the interval beside \
-`vs exported` holds 1; the order of the speedups, each a median over other pairs, then says nothing."
+LEGEND = "Δα: difference from the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant, \
+p times the number of drafts compared (Bonferroni). Where the interval beside `vs exported` holds 1, the difference in \
+speed is not significant, whatever the order of the speedups, which are medians over other pairs."
 SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
 
 
@@ -92,14 +92,14 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
     text = f"This run trained drafts for a target of {size} parameters and exported `{name}`."
     if not (row := card.recommended_row(report, name)):
         return f"{text} Decoding with it was not measured.", [], ""
-    where = [f"`{row['draft']}`", mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
+    where = [mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
     text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}."
     cards = [(name, "exported draft"), (cell(row, "accepted_length"), "tokens per target forward (accepted length)")]
     if doubt(row):
-        text += " Its speedup is no result."
+        text += " Its speedup is not reliable."
     else:
-        cards.append((cell(row, "speedup"), "times the speed of this loop without a draft"))
-        cards.append((cell(row, "speedup_vs_generate"), "times the speed of `model.generate`"))
+        cards.append((cell(row, "speedup"), "times as fast as the same decoder without a draft"))
+        cards.append((cell(row, "speedup_vs_generate"), "times as fast as `model.generate`"))
     return text, cards, SAME.get(row.get("identical_to_target"), "")
 
 
@@ -107,8 +107,8 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report below its opening; parts that were not measured are left out."""
     drafts, best = draft_rows(report), exported(report)
     text = (
-        "Offline α is measured on texts of the target for held-out prompts. The draft length of tables, plots, card "
-        "and commands is the shortest one that the paired interval does not tell from the fastest."
+        "Offline α is measured on texts that the target wrote for held-out prompts. Tables, plots, card and commands "
+        "have the shortest draft length whose speed does not differ significantly from the fastest one's."
     )
     account = Table(TRAINING, drafts, "Account of the training", True, note=report.get("more_texts") or MORE_TEXTS)
     tables = [Table(DRAFTS, drafts, note=LEGEND), account]

@@ -21,12 +21,15 @@ def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_p
 
 
 def test_a_folder_that_is_to_be_kept_stands_beside_the_one_that_replaces_it(tmp_path: Path) -> None:
+    def keep(path: Path) -> None:
+        path.rename(unused(path))
+
     for number in range(3):
-        with replaced(tmp_path / "export", unused(tmp_path / "export")) as made:
+        with replaced(tmp_path / "export", keep) as made:
             write_text(made / "file", str(number))
     found = {path.parent.name: path.read_text() for path in tmp_path.rglob("file")}
     assert found == {"export": "2", "export.old-1": "0", "export.old-2": "1"}
-    with pytest.raises(RuntimeError), replaced(tmp_path / "export", unused(tmp_path / "export")):
+    with pytest.raises(RuntimeError), replaced(tmp_path / "export", keep):
         raise RuntimeError
     assert {path.name for path in tmp_path.iterdir()} == set(found)
 

@@ -53,13 +53,13 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert len(report["probe_settings"]["tried"]) == 8 * 2 * 5  # settings, modes, methods
     page = (run / "probes.html").read_text()
     tables = "Settings tried on validation prompts", "Scores on test prompts"
-    command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
+    command = f"draftsmith decode generate --target {run}/target --probes {run}/probes --method "
     for part in (*(f"{table}, greedy" for table in tables), "Provenance", command):
         assert part in page
     for finding in report["probe_findings"]:
-        assert "AUROC of the probe and of the token's own probability " in finding
-        assert finding.endswith("The speedups are no results.")
-    assert page.count("2 prompts were timed, expected 6 or more") == said.count("2 prompts were timed") == 1
+        assert "the probe ranks tokens better than their probability does (AUROC) at " in finding
+        assert finding.endswith("No speedup is reliable.")
+    assert page.count("fewer than 6 prompts were timed") == said.count("fewer than 6 prompts") == 1
     assert page.index("AUROC") < page.index("tokens/s")
     assert "<svg" not in page  # the speeds of a few prompts choose settings, and are no results
 

@@ -230,11 +230,13 @@ def test_the_answer_says_first_what_the_probe_can_do_and_then_what_is_fastest() 
     judged = {"mode": "greedy", "auroc": 0.9, "auroc_token_probability": 0.95}
     scores = [judged | {"layer": 1}, judged | {"layer": 2, "auroc": None}, judged | {"layer": 3, "mode": "sampled"}]
     added = {"self_speculation": [best], "probes": scores}
-    first = "greedy: AUROC of the probe and of the token's own probability 0.900 and 0.950 at exit layer 1."
-    fastest = "adaspeed with exit layer 2 is fastest, 1.40 times decoding without a draft, 36 prompts."
-    assert answer(added, "greedy") == f"{first} {fastest}"
+    first = "greedy: the probe ranks tokens better than their probability does (AUROC) at 0 of 1 exits."
+    fastest, of = "adaspeed with exit layer 2 is fastest", "1.40 times decoding without a draft, 36 prompts."
+    assert answer(added, "greedy") == f"{first} {fastest}: {of}"
+    near = added | {"self_speculation": [best | {"speedup_vs_layerskip_ci95": [0.96, 1.15]}]}
+    assert answer(near, "greedy") == f"{first} {fastest}, not significantly different from layerskip: {of}"
     busy = added | {"self_speculation": [best | {"cpu_share": 0.9}]}
-    assert answer(busy, "greedy") == f"{first} The speedups are no results."
+    assert answer(busy, "greedy") == f"{first} No speedup is reliable."
 
 
 class Killed(Exception):

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Prefixes, Rng
+from decode.core.stop import StopRule
+from decode.core.verify import AcceptanceRule
+from decode.drafters.model import ModelDrafter
 from decode.loop import Method, decode, decode_texts
 from decode.models.api import Cache, Model, Out, Read
 
@@ -264,6 +267,14 @@ class Experiment:
     @property
     def drafted(self) -> set[int]:
         return {r.drafted for rounds in self.traces for r in rounds}
+
+
+def bias_of(rule: AcceptanceRule) -> float:
+    """The bias of an acceptance rule: three tokens of an alphabet of three, two of them drafted by another random table."""
+    warp = LogitsWarper(temperature=0.7)
+    target, draft = (ScriptedRunner(random_table(seed, 3), 3) for seed in (1, 3))
+    system = Method("vanilla", ModelDrafter(draft, warp, 3), StopRule(2), rule)
+    return Experiment(target, warp, [0, 2, 1], 3).bias(system)
 
 
 def joint_bias(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ def test_a_text_that_looks_like_another_value_stays_a_text_in_quotes_or_as_an_op
         ("inner: {rate: -1}", (), r"inner.rate is -1.0, wanted a number above 0"),
         ("", ("--inner.rate", "fast"), r"the command line: .*inner\.rate.* fast"),
         ("", ("--name",), r"--name has the values \[\], expected one; `prog --help`"),
-        ("", ("--config", "no.yaml"), r"no configuration file 'no.yaml'; the repository's configs/"),
+        ("", ("--config", "no.yaml"), r"no configuration file 'no.yaml'; the package has ablation-heads.yaml, abl"),
         ("base: c.yaml", (), r"'base' is 'c.yaml', expected the path of another file"),
         ("", ("stray",), r"--config has the values .*'stray'\], expected one"),
         ("a: [1", (), r"is not valid YAML"),
@@ -263,3 +264,18 @@ def test_an_interrupt_while_a_library_is_imported_ends_the_command_in_one_line(t
     code += f"sys.path.insert(0, {str(tmp_path)!r}); sys.exit(cli.run_main(lambda: __import__('numpy')))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (130, STOPPED + "\n")
+
+
+def test_a_file_of_the_working_directory_that_hides_a_module_is_named(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hidden_by_a_file.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def command() -> None:
+        from hidden_by_a_file import Dataset  # noqa: F401  # type: ignore[import-not-found]
+
+    assert run_main(command) == 2
+    assert re.search(r"hidden_by_a_file.py\): rename this file.*draftsmith", capsys.readouterr().err)
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ImportError):
+        run_main(command)

@@ -1,7 +1,8 @@
-"""``python -m decode`` as a user types it: options, help, exit codes, configurations, stores."""
+"""``draftsmith decode`` as a user types it: options, help, exit codes, configurations, stores."""
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def test_an_installed_package_has_every_file_that_is_not_python():
         for pattern in patterns
         for file in (ROOT / package.replace(".", "/")).glob(pattern)
     }
-    there = {file for name in ("decode", "distill", "probes") for file in (ROOT / name).rglob("*") if file.is_file()}
+    walks = (walk for name in ("decode", "distill", "probes") for walk in os.walk(ROOT / name, followlinks=True))
+    there = {Path(folder, file) for folder, _, files in walks for file in files}
+    assert there > {ROOT / "decode" / file.relative_to(ROOT) for file in ROOT.glob("configs/**/*.yaml")}
     assert {file for file in there if file.suffix not in (".py", ".pyc")} == installed
     assert all((file.parent / "__init__.py").is_file() for file in there if file.suffix == ".py")
 
@@ -44,7 +47,7 @@ def test_an_installed_package_has_every_file_that_is_not_python():
 def test_help_lists_options_with_hyphens_and_examples(name, capsys):
     assert main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: python -m decode {name} [options]")
+    assert shown.startswith(f"usage: draftsmith decode {name} [options]")
     assert "examples:\n  " in shown
     assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
 
@@ -80,7 +83,7 @@ def test_the_program_is_the_three_packages(capsys, monkeypatch):
     for argv, status, words in (
         (["--version"], 0, f"draftsmith {version('draftsmith')}"),
         (["decode", "methods"], 0, "hybrid-tree"),
-        (["probe", "--help"], 0, "usage: python -m probes"),
+        (["probe", "--help"], 0, "usage: draftsmith probe"),
         (["distill", "--name"], 2, "--name has the values []"),
         (["distil"], 2, "did you mean 'distill'?"),
     ):
@@ -137,7 +140,7 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
             "section bench: unknown key 'limt'; the nearest known key is",
         ),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
-        (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
+        (["bench", "--target", "t", "--methods", "rest"], "draftsmith decode datastore build"),
         (["bench"], "--target is missing"),
     ],
 )

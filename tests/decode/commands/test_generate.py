@@ -122,7 +122,7 @@ def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys)
     shown = capsys.readouterr().out
     assert shown.index("autoregressive (lossless)") < shown.index("vanilla (lossless)")
     said = shown.splitlines()[-1]  # tiny models are timed badly
-    assert re.match(r"\d+\.\d\d times as fast as without a draft, of one text|how much faster is not said", said)
+    assert re.match(r"\d+\.\d\d times as fast as without a draft, of one text|no speedup reported: ", said)
     assert said.endswith("; the same text, token by token")
     run(settings_for(folder, compare=True, draft=None, method="prompt-lookup", max_new_tokens=2))
     assert "token by token" in capsys.readouterr().out

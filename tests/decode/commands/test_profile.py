@@ -55,7 +55,7 @@ def test_predictions_follow_from_the_one_table_of_costs(pair):
     best = max(result.lengths, key=lambda row: row["predicted_speedup"])
     assert result.best == (best["draft_length"] if best["predicted_speedup"] > 1 else 0)
     assert result.verdict.startswith("no speedup is predicted, since")  # of three prompts
-    assert "3 prompts were timed, expected 6" in result.verdict
+    assert "fewer than 6 prompts were timed" in result.verdict
     alone, three = result.batches["batches"]
     assert alone["best_speedup"] == max(1.0, best["predicted_speedup"])
     assert (alone["batch_size"], three["batch_size"]) == (1, 3)

@@ -63,11 +63,11 @@ RESULT = {"speedup": 2.0, "accepted_length": 3.0, "least_cost": 1.2, "prompts": 
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    ({}, ""), ({"cpu_share": 0.94}, "the machine was busy: the timed rounds had a processor for less than 95% of the time: measure"),
-    ({"least_cost": 0.26}, "0.26 times as long as one: v(n) is below 1"), ({"prompts": 5}, "5 prompts were timed, expected 6"),
-    ({"speedup": 3.1}, "above the accepted length of 3.00"), ({"speedup": 3.1, "baseline": True}, ""),
-    ({"speedup": 3.1, "cpu_share": 0.5, "prompts": 2}, "95% of the time; it is above"), ({"speedup": None, "prompts": 1}, ""),
-    ({"least_cost": 0.97}, ""), ({"speedup": 3.0 + 1e-9}, ""), ({"prompts": 5}, "6 or more: time more (--limit"),
+    ({}, ""), ({"cpu_share": 0.94}, "the machine was busy (threads waited over 5% of the time); measure"),
+    ({"least_cost": 0.26}, "less time than one (v(n) is below 1)"), ({"prompts": 5}, "fewer than 6 prompts were timed"),
+    ({"speedup": 3.1}, "above the accepted length, which"), ({"speedup": 3.1, "baseline": True}, ""),
+    ({"speedup": 3.1, "cpu_share": 0.5, "prompts": 2}, "5% of the time) and the speedup is above"), ({"speedup": None, "prompts": 1}, ""),
+    ({"least_cost": 0.97}, ""), ({"speedup": 3.0 + 1e-9}, ""), ({"prompts": 5}, "timed; time more (--limit"),
 ])  # fmt: skip
 def test_a_speedup_that_cannot_be_or_was_not_measured_well_is_no_result(change: dict, why: str) -> None:
     told = machine.doubt(RESULT | change)
@@ -78,5 +78,5 @@ def test_a_speedup_that_cannot_be_or_was_not_measured_well_is_no_result(change: 
 def test_predicted_and_served_speedups_are_judged_by_their_own_lengths_and_texts() -> None:
     row = {"predicted_speedup": 2.0, "served_length": 3.0, "texts": 6}
     assert machine.doubt(row) == ""
-    assert "above the accepted length of 3.00" in machine.doubt(row | {"predicted_speedup": 3.1})
-    assert "5 prompts were timed" in machine.doubt(row | {"texts": 5})
+    assert "above the accepted length" in machine.doubt(row | {"predicted_speedup": 3.1})
+    assert "fewer than 6 prompts" in machine.doubt(row | {"texts": 5})

@@ -5,7 +5,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.errors import UserError
-from distill.config.base import DivergenceName
 from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
-from distill.losses.divergences import Divergence, TargetRows
+from distill.losses.divergences import DIVERGENCES, Divergence, TargetRows
 from distill.losses.selection import accepted_rows, share, top_k
 from distill.networks.lm_head import LMHead
 
 Result = tuple[Tensor, Compared, list[Tensor]]
 
-LOSSES = get_args(DivergenceName)
+LOSSES = list(DIVERGENCES)
 HEADS = ["plain", "bias", "capped", "scaled", "markov"]
 FORMS = ["hidden", "topk", "probabilities"]
 WIDTH, LABELS, ROWS = 8, 17, 23

@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from decode.errors import UserError
 from decode.models.open import load_model
 from distill import pipeline, stages
 from distill import run as run_module
-from distill.config import DraftSettings, EvaluationSettings
+from distill.config import DraftSettings, EvaluationSettings, Settings
 from distill.config.base import change
 from distill.config.models import LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
@@ -75,20 +76,67 @@ def test_every_stage_continues_from_its_checkpoint_and_ends_alike_bit_by_bit(fin
     assert not list(run.work.glob("checkpoints-*"))
 
 
-def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path) -> None:
-    settings = tiny_settings(tmp_path)
-    with killed("target", 7):
-        run_tiny(settings)
-    left = tmp_path / "tiny/work/checkpoints-target"
-    assert list(left.glob("*.ckpt"))
-    settings.seed = 1
+def target_of(folder: Path, **training: Any) -> Settings:
+    """The settings of a run whose target is trained with a constant learning rate."""
+    settings = altered(tiny_settings(folder), target__training__schedule="constant")
+    return altered(settings, **{f"target__training__{key}": value for key, value in training.items()})
+
+
+def make_target(settings: Settings, *, kill: int = 0) -> str:
+    """Makes the target, or ends as by a kill after so many steps; returns what was printed."""
     run, text = bench(settings)
-    with killed("target", 2):
-        run_stages(run)
-    assert "continuing" not in text.getvalue()
-    begun(tiny_settings(tmp_path))  # whose checkpoints a kill has left
-    assert run_stages(bench(tiny_settings(tmp_path))[0], ("target",)) == []
-    assert not left.exists()
+    with killed("target", kill) if kill else nullcontext():
+        run_stages(run, ("target",), check=False)
+    return text.getvalue()
+
+
+def weights_of(settings: Settings, stage: str = "target") -> dict[str, torch.Tensor]:
+    return load_file(Run(settings).path(stage) / "model.safetensors")
+
+
+def test_a_training_goes_on_where_no_step_changes_and_checkpoints_of_others_are_kept_beside(tmp_path) -> None:
+    work = tmp_path / "tiny/work"
+    make_target(target_of(tmp_path), kill=7)
+    other = target_of(tmp_path, lr=1e-3)
+    assert "continuing" not in make_target(other, kill=6)
+    assert list((work / "checkpoints-target.old-1").glob("last-step=5.ckpt"))
+    fewer = target_of(tmp_path, steps=4)  # than the checkpoint has
+    assert "continuing" not in make_target(fewer)
+    longer = target_of(tmp_path, steps=16)
+    longer.trainer.validate_every = 4
+    assert "continuing from step 5" in make_target(longer)
+    alone = target_of(tmp_path / "alone", steps=16)
+    alone.trainer.validate_every = 4
+    make_target(alone)
+    assert all(torch.equal(value, weights_of(longer)[name]) for name, value in weights_of(alone).items())
+    assert [row["step"] for row in Run(longer).record("target").history] == [0, 5, 8, 12, 16]
+    assert "continuing from step 5" in make_target(other)
+    assert not list(work.glob("checkpoints-*"))
+
+
+def test_a_training_that_was_killed_at_its_end_goes_on_with_more_steps(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "put", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            make_target(target_of(tmp_path))
+    assert "continuing from step 10" in make_target(target_of(tmp_path, steps=16))
+    make_target(alone := target_of(tmp_path / "alone", steps=16))
+    weights = weights_of(target_of(tmp_path))
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(alone).items())
+    assert Run(alone).record("target").history == Run(target_of(tmp_path)).record("target").history
+
+
+def test_a_finished_stage_of_other_settings_is_kept_beside_and_found_again(tmp_path) -> None:
+    first, second = target_of(tmp_path), target_of(tmp_path, lr=1e-3)
+    make_target(first)
+    before = weights_of(first)
+    assert "target.old-1 is the target that was there" in make_target(second)
+    assert "up to date" in make_target(first)
+    assert all(torch.equal(value, weights_of(first)[name]) for name, value in before.items())
+    assert {path.name for path in (tmp_path / "tiny").glob("target*")} == {"target", "target.old-2"}
+    second.overwrite = True
+    make_target(altered(second, target__training__lr=1e-4))
+    assert {path.name for path in (tmp_path / "tiny").glob("target*")} == {"target", "target.old-2"}
 
 
 def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_does(tmp_path) -> None:
@@ -235,7 +283,7 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
     measure(run)
     assert present == [int(signal == "online")] * 2
     assert len(opened) == (1 if signal == "online" else 2)  # for the signal, and for the evaluation
-    assert ("alpha is off by at most" in printed.getvalue()) == (signal == "topk")
+    assert ("α is off by at most" in printed.getvalue()) == (signal == "topk")
 
 
 def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path) -> None:
@@ -301,7 +349,7 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path) ->
         (frozen, StudentSettings(kind="eagle3"), "LlamaForCausalLMEagle3"),
     ):
         settings = tiny_settings(tmp_path, target=target, student=student, drafts={"distillspec": DraftSettings()})
-        settings.training.steps = 2
+        settings.training.steps = 3
         names, run, _ = run_tiny(settings)
         assert names[-2:] == ["initial", "distillspec"]
         for stage in ("initial", "distillspec"):

@@ -33,6 +33,12 @@ Usage = namedtuple("Usage", "total used free")
         ({"upload": True}, r"upload is True, which needs tracker wandb and an evaluation"),
         ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
+        ({"target__training__warmup_steps": 12}, r"target.training.warmup_steps is 12, and the training has 12 steps"),
+        ({"1__training": {"steps": 2}}, r"drafts.adaspec.training.warmup_steps is 2, and the training has 2 steps"),
+        (
+            {"student__training__steps": None, "student__training__epochs": 0.1},  # of 48 examples in batches of 4
+            r"student.training.warmup_steps is 2, and the training has 1 steps",
+        ),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
         ({"training__optimizer": "lion"}, r"training.optimizer is 'lion', expected adamw, muon or {class_path"),
@@ -157,6 +163,6 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
 
 
 def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> None:
-    words = r"teacher.engine.urls is empty.*start a server with the command that python -m distill check-engine prints"
+    words = r"teacher.engine.urls is empty.*start a server with the command that draftsmith distill check-engine prints"
     with pytest.raises(UserError, match=words):
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])

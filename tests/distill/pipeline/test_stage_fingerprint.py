@@ -1,7 +1,12 @@
 """Fingerprints of stages: what changes them, and what does not."""
 
+import copy
+import hashlib
+import importlib
 import json
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
@@ -11,6 +16,7 @@ from typing import Any
 import pytest
 from tiny_run import STAGES, altered, tiny_settings
 
+from decode.errors import UserError
 from distill import files
 from distill.fingerprints import READ, UNREAD, measurement_fingerprint, stage_fingerprints
 
@@ -51,6 +57,7 @@ def other(name: str, value: Any) -> Any:
         "trainer.devices": 2, "trainer.callbacks": [{"class_path": "EarlyStopping"}],
         "teacher.signal": "topk" if value != "topk" else "hidden", "trainer.extra": {"gradient_clip_val": 0.5},
         "data.chat_template": "{{ x }}", "drafts.NAME.training": {"lr": 0.5}, "student.draft_vocab": 9,
+        "drafts.NAME.divergence": "tv",
     }  # fmt: skip
     if name in special:
         return special[name]
@@ -121,7 +128,7 @@ def test_every_setting_is_read_by_a_stage_or_listed_as_one_that_changes_no_resul
         (WRITTEN, "teacher__responses__refresh_every", 7, DISTILLED),
         (WRITTEN | RECIPE, "target__dtype", "bfloat16", STAGES),  # in which it answers before it is trained
         # a target that is taken as it is stays whatever is trained for it
-        (AS_IS, "trainer__validate_every", 7, STAGES[1:]),
+        (AS_IS, "trainer__validate_every", 7, []),
         (AS_IS, "data__train_examples", 12, STAGES[1:]),
         (AS_IS, "data__chat_template", "{{ messages }}", STAGES),
         # a draft depends on its reference only where that selects
@@ -139,6 +146,78 @@ def test_a_changed_setting_runs_its_stage_again(
     assert keys["again"] == keys["adaspec"]  # a name is no input
 
 
+def test_a_changed_divergence_of_the_users_is_trained_with_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, keys = altered(tiny_settings(tmp_path), **{"0__divergence": "mine_of_a_test.loss"}), []
+    for factor in (2, 2, 30):
+        Path("mine_of_a_test.py").write_text(f"def loss(pair):\n    return {factor} * pair.tv()\n")
+        sys.modules.pop("mine_of_a_test", None)
+        importlib.invalidate_caches()
+        keys.append(stage_fingerprints(settings))
+    assert keys[0] == keys[1]
+    assert [stage for stage in STAGES if keys[2][stage] != keys[0][stage]] == DISTILLED
+    settings.drafts["distillspec"].divergence = "mine_of_a_test.los"
+    with pytest.raises(UserError, match=r"divergence 'mine_of_a_test\.los' cannot be imported"):
+        stage_fingerprints(settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "given", "alike"),
+    [
+        ("training__steps", 20, {}, []),  # whose learning rate falls to the last step
+        ("training__steps", 20, {"training__schedule": "constant"}, ["distillspec"]),  # adaspec's reference
+        ("training__steps", 20, {"training__schedule": "constant", "0__kl_first": 0.5}, []),
+        ("training__steps", 20, {"training__schedule": "constant", "1__on_policy": 0.5}, ["distillspec"]),
+        ("training__lr", 1e-4, {"training__schedule": "constant"}, []),
+        ("1__training", {"epochs": 2}, {"training__schedule": "constant"}, ["adaspec"]),
+        ("target__training__steps", 20, {"target__training__schedule": "constant"}, ["target"]),
+        ("target__training__steps", 20, RECIPE | {"target__training__schedule": "constant"}, []),
+        ("student__training__steps", 20, {"student__training__schedule": "constant"}, ["initial"]),
+    ],
+)
+def test_checkpoints_are_of_a_training_whatever_its_length_where_no_step_depends_on_that(
+    tmp_path, key: str, value, given: dict[str, Any], alike: list[str]
+) -> None:
+    settings = altered(tiny_settings(tmp_path), **given)
+    keys = [
+        {
+            "key": stage_fingerprints(each),
+            "training": {stage: stage_fingerprints(each, stage)[stage] for stage in STAGES},
+        }
+        for each in (settings, altered(copy.deepcopy(settings), **{key: value}))
+    ]
+    changed = [stage for stage in STAGES if keys[0]["key"][stage] != keys[1]["key"][stage]]
+    assert [stage for stage in changed if keys[0]["training"][stage] == keys[1]["training"][stage]] == alike
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_files_are_known_by_their_content_wherever_they_are(tmp_path, monkeypatch, large: bool) -> None:
+    """A purge and another download give a large file of a model a new time, a copy another place."""
+    if large:
+        monkeypatch.setattr(files, "LARGE", 10)
+        monkeypatch.setattr(files, "HASHES", tmp_path / "hashes.json")
+    model, copied = tmp_path / "model", tmp_path / "copied"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"x" * 100)
+    state = files.files_state([str(model)])
+    shutil.copytree(model, copied, copy_function=shutil.copyfile)
+    os.utime(model / "model.safetensors", (1, 1))
+    assert files.files_state([str(model)]) == files.files_state([str(copied)]) == state
+    with monkeypatch.context() as patch:  # a large one is not read again by another process
+        files._hash.cache_clear()
+        patch.setattr(files.hashlib, "file_digest", lambda *_: pytest.fail("read") if large else hashlib.sha256())
+        files.files_state([str(model)])
+    files._hash.cache_clear()
+    (copied / "model.safetensors").write_bytes(b"y" * 100)
+    assert files.files_state([str(copied)]) != state
+    settings = tiny_settings(tmp_path)
+    keys = []
+    for folder in (model, tmp_path / "moved"):
+        model.rename(folder) if folder != model else None
+        keys.append(stage_fingerprints(altered(settings, target__kind="as_is", target__model=str(folder))))
+    assert keys[0] == keys[1]
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_a_data_file_is_known_by_its_content(tmp_path, monkeypatch, large: bool) -> None:
     paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
@@ -146,12 +225,12 @@ def test_a_data_file_is_known_by_its_content(tmp_path, monkeypatch, large: bool)
         path.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
     if large:
         monkeypatch.setattr(files, "LARGE", 10)
+        monkeypatch.setattr(files, "HASHES", tmp_path / "hashes.json")
     settings = tiny_settings(tmp_path)
     settings.data.source, settings.data.files = "gsm8k", {split: str(path) for split, path in paths.items()}
     before, measured = stage_fingerprints(settings), measurement_fingerprint(settings)
     os.utime(paths["train"], (1, 1))
-    assert (stage_fingerprints(settings) == before) is not large
-    before = stage_fingerprints(settings)
+    assert stage_fingerprints(settings) == before
     for split in ("test", "train"):  # training rows that are also test rows are dropped
         paths[split].write_text("{}")
         keys = stage_fingerprints(settings)

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from distill.engine.servers import Engine
 from distill.kept import TEXT_IDS, Kept
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import answered_texts, ends_with
+from distill.responses.target import Conversations, answered_texts, ends_with
 from distill.run import Run
 from distill.stages import run_stages
 
@@ -108,8 +109,10 @@ def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> S
 
 @pytest.mark.parametrize("history", LEADS)
 def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, history: str) -> None:
-    asked = [{"role": "user", "content": "and?"}, SAID, {"role": "user", "content": "then?"}, SAID]
-    run, _ = bench(chatting(tmp_path, tiny, history, SAID, *asked))
+    """But for turns that are not to be learned, which stay as they are."""
+    questions = [{"role": "user", "content": text} for text in ("so?", "and?", "then?")]
+    kept = {"role": "assistant", "content": "kept", "weight": 0}
+    run, _ = bench(chatting(tmp_path, tiny, history, SAID, questions[0], kept, questions[1], SAID, questions[2], SAID))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
@@ -121,7 +124,7 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
     assert sorted(labels) == sorted(token for ids in written.values() for token in ids)
     for number, text in enumerate(text for text in texts if "then?" in text):
         first, second = (run.tokenizer.decode([i for i in written[number + turn] if i]) for turn in (0, 12))
-        assert f"{first}</s><user>and?" in text
+        assert f"{first}</s><user>so?<assistant>kept</s><user>and?" in text
         assert f"{second}</s><user>then?" in text
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
     assert answers_in(run) == written
@@ -132,7 +135,7 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> No
     run, printed = bench(chatting(tmp_path, tiny, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
-    assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
+    assert "12 chats lose their later turns, because a tool's recorded result does not fit" in printed.getvalue()
 
 
 def said(ids: list[int] | None, reason: str = "stop", **more: Any) -> Reply:
@@ -249,6 +252,16 @@ def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_t
     ends = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # as <|end_of_text|> and <|eot_id|> of Llama 3
     assert ends_with(tokenizer, ChatFormat(tokenizer, ends=ends)) == tokenizer.bos_token_id
     assert ends_with(tokenizer, None) == tokenizer.eos_token_id
+    served = Served(Mock(), tokenizer, ends, tokenizer.eos_token_id, 300, 0)
+    for end in ends:  # whichever of them an engine gives, none is put behind it
+        assert served.ids({"url": "", "token_ids": [5, end], "finish_reason": "stop"}) == [5, end]
+    assert served.ids({"url": "", "token_ids": [5], "finish_reason": "stop"}) == [5, tokenizer.eos_token_id]
+    talks = Conversations(Mock(), ends, None, None, None)
+    talks.count = 1
+    row = {"input_ids": [7], "labels": [IGNORE], "chat": "", "number": 0}
+    for end in ends:  # and an answer ends with it
+        (learned,), _ = talks.after(row, [5, end, 6])
+        assert learned["labels"] == [IGNORE, 5, end]
 
 
 # -- answers of servers beside the target -----------------------------------------------------------------------------
@@ -305,13 +318,14 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
     with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
         with pytest.raises(
-            UserError, match=r"no samples of the target: .*what learned from them, are removed"
+            UserError, match=r"no samples of the target: .*what learned from them, are kept as .old-N"
         ) as refused:
             run_tiny(settings)
     assert any(entry.name == "check_finite" for entry in refused.traceback) == (signal == "online")  # in the training
     left = {path.name for path in Run(settings).work.iterdir()}
     assert "target.json" in left
     assert not left & {"responses", "initial.json", "checkpoints-distillspec"}
+    assert list((Run(settings).work / "responses.old-1").rglob("*.safetensors"))
     with serving(Answers(target)) as (url, _):
         engine.urls = [url]
         created, _, printed = run_tiny(settings)
@@ -351,7 +365,7 @@ def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empt
     assert len(answers_in(Run(settings))) == 7
     with serving(good) as (url, bodies):
         server.urls = [url]
-        assert "train: 20, 13 of them written now" in run_tiny(settings)[2]
+        assert "train: 20 (13 new)" in run_tiny(settings)[2]
     assert len(bodies) == 1 + 13 + 8
     settings.name = "other"
     with serving(lambda *_: said([])) as (url, _):

@@ -123,7 +123,7 @@ def test_a_run_ends_as_from_disk_although_its_engine_was_killed(target, tmp_path
     with served(target, layers, tmp_path / "states") as url:
         settings.teacher.engine.urls = [url]
         _, run, printed = run_tiny(settings)
-    assert f"train: 20, {20 - kept} of them written now" in printed
+    assert f"train: 20 ({20 - kept} new)" in printed
     assert run.corpus.fingerprint == disk.corpus.fingerprint
     ours, theirs = (load_file(each.path("distillspec") / "model.safetensors") for each in (run, disk))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
