@@ -108,6 +108,11 @@ class Text:
         return self.ids[self.prompt_length :]
 
     @property
+    def crosses(self) -> bool:
+        """Whether it may be read behind the target's boundary."""
+        return -1 < self.boundary < self.end - 1
+
+    @property
     def remaining(self) -> int:
         """Tokens that may be drafted: one is left for the correction or bonus, and none crosses the boundary."""
         room, before = self.end - len(self.ids) - 1, self.boundary - len(self.ids)

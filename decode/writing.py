@@ -75,7 +75,8 @@ def write_texts(
 ) -> list[Ids]:
     """Continue every prompt to an end-of-text token, which is the last one, or to its budget.
 
-    The hand-written forward decodes by the loop without a drafter, other models by batches of their own forward.
+    The hand-written forward decodes by the loop without a drafter, other models by batches of their own forward, but
+    for texts that cross their boundary (see `Model.boundary`), which they write by the loop too.
 
     Args:
         target: a causal language model, put into evaluation mode meanwhile, or an opened one.
@@ -121,12 +122,11 @@ def write_texts(
             opened = fast_if_equal(model, "on" if packed else "off")
         ends = [text.end for text in asked]
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], ends, batch_size)
-        together = (
-            [] if isinstance(opened, FastRunner) else [text for text in asked if not -1 < text.boundary < text.end - 1]
-        )
-        alone = [text for text in reversed(asked) if text not in together]  # the longest first
-        for text, _ in run(opened or HuggingFaceRunner(model), method, alone, rows):
-            tell(bool(text.finish))
+        fast = isinstance(opened, FastRunner)
+        if alone := [text for text in reversed(asked) if fast or text.crosses]:  # the longest first
+            for text, _ in run(opened or HuggingFaceRunner(model), method, alone, rows):
+                tell(bool(text.finish))
+        together = [text for text in asked if not (fast or text.crosses)]
         for ended in _in_batches(model, together, warp, rows):
             tell(ended)
     finally:
