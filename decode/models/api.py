@@ -155,9 +155,8 @@ def read_prompt(
 
     `each` is given the captured states ``[tokens, captured layers · width]`` of every piece, if any.
     """
-    size = PIECE if len(ids) <= model.boundary else max(PIECE, model.boundary + 1)
-    for at in range(0, len(ids), size):
-        tokens = upload(ids[at : at + size], model.device)
+    for at in range(0, len(ids), PIECE):
+        tokens = upload(ids[at : at + PIECE], model.device)
         out = model.forward([Read(cache, tokens)], capture=capture, last=0)
         if each is not None and out.captured is not None:
             each(out.captured)
