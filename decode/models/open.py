@@ -267,21 +267,18 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         UserError: with the first id that differs.
     """
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, draft))
-    both = sorted(ours.keys() & theirs.keys())
-    differ = {i: f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in both if ours[i] != theirs[i]}
     added = added_ids(target) & added_ids(draft)
-    other = [text for i, text in differ.items() if i not in added]
-    if min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
-        other.append(f"they know {len(ours)} and {len(theirs)} tokens")
-    if other:
+    other = sorted((i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]), key=added.__contains__)
+    differ = [f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in other]  # plain tokens first
+    if not added.issuperset(other) or min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
+        differ.append(f"they know {len(ours)} and {len(theirs)} tokens")
         raise UserError(
-            f"the draft's tokenizer is not the target's: {other[0]}; use a draft of the same model family, or train "
-            "one with draftsmith distill; transformers' own assisted generation takes a draft of another tokenizer "
+            f"the draft's tokenizer is not the target's: {differ[0]}; use a draft of the same model family, or train "
+            "one with python -m distill; transformers' own assisted generation takes a draft of another tokenizer "
             "(generate with assistant_model and assistant_tokenizer)"
         )
     if differ:
-        renamed = "; ".join(differ.values())
-        warnings.warn(f"the draft's tokenizer names added tokens otherwise: {renamed}", stacklevel=2)
+        warnings.warn(f"the draft's tokenizer names added tokens otherwise: {'; '.join(differ)}", stacklevel=2)
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
