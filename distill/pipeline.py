@@ -22,7 +22,7 @@ from distill.export.draft import check_export_path, check_gguf, export_draft, ex
 from distill.export.head import export_head
 from distill.files import fingerprint, sizes
 from distill.fingerprints import measurement_fingerprint, stage_fingerprints
-from distill.networks.models import multiplies_bfloat16, open_frozen
+from distill.networks.models import multiplies_bfloat16
 from distill.responses.target import answered_texts
 from distill.results.evaluate import evaluate
 from distill.results.report import console_tables, write_report
@@ -93,7 +93,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         run.prompts_together = 8
         rows = run.examples
         if shown.teacher.responses.from_target and shown.target.model is not None and not shown.teacher.served:
-            rows, _, _ = answered_texts(run, open_frozen(shown.target, shown.target.model, run.device))
+            rows, _, _ = answered_texts(run, run.load_target(path=shown.target.model))
         show(rows[0], run.tokenizer, run.console)
 
 
