@@ -317,8 +317,8 @@ RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
     "adasd-a": lambda options, greedy: JensenShannon("a", unwarped=greedy),
     "adasd-b": lambda options, greedy: JensenShannon("b", unwarped=greedy),
     "adasd-c": lambda options, greedy: JensenShannon("c", unwarped=greedy),
-    "fuzzy": lambda options, greedy: Fuzzy(options.fuzzy_threshold),
-    "typical": lambda options, greedy: Typical(options.typical_epsilon, options.typical_delta),
+    "fuzzy": lambda options, greedy: Fuzzy(),
+    "typical": lambda options, greedy: Typical(),
 }
 """Acceptance rules, made from the options and whether decoding is greedy; so is ``module.Class`` of the user's."""
 

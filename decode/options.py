@@ -167,12 +167,6 @@ class MethodOptions:
     the datastore (of two or more where the draft is unsure), and at most twice as many as matched."""
     copy_branch: NonNegativeInt = 0
     """Hybrid-tree: most tokens copied after a shorter match, of two tokens at least, as a branch of the head's tree."""
-    fuzzy_threshold: NonNegativeFloat = 0.4
-    """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
-    typical_epsilon: ClosedUnitInterval = 0.09
-    """Typical acceptance: a token above this probability is always kept."""
-    typical_delta: NonNegativeFloat = 0.3
-    """Typical acceptance: factor of exp(−H(p))."""
     exit_layer: PositiveInt | None = None
     """Self-speculation (layerskip, draft-verify, adaspeed, ...): layers that the draft runs; null: what the probes
     advise, else a quarter of the model's."""

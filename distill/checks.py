@@ -100,6 +100,7 @@ def _check_batches(run: Run) -> None:
         wrong = not parts <= training.batch_size <= len(rows)
         expected = f"expected {few} and at most {len(rows)} (the training examples)"
         refuse(training, (wrong, "batch_size", expected), where=f"{name}.training.")
+        training.steps_for(min(len(rows), training.examples or len(rows)), f"{name}.training.")
 
 
 def _check_models(run: Run) -> None:

@@ -58,7 +58,7 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "tags", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
+    "name", "output_dir", "tracker", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
     "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.urls", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validate_every", "trainer.validation_examples",
 )  # fmt: skip

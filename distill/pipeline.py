@@ -51,7 +51,7 @@ def run_pipeline(settings: Settings, console: Console | None = None, *, show: bo
     with alone_in(run):
         run.settings = ranks.exchange(with_formats(run.settings))[0]  # the first process's
         if first:
-            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings), settings.tags)
+            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings))
         try:
             run_stages(run)
             if first:  # the other processes have no more to do, and wait for the end

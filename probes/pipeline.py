@@ -51,7 +51,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None, *, resu
         with alone_in(run):
             run.settings = with_formats(settings)
             if first:
-                run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings), settings.tags)
+                run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
             try:
                 run.logger = tried(run.logger, run.line)
                 run_stages(run, only=("target",))

@@ -161,9 +161,8 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
     tracker: Literal["wandb", "none"] = "wandb"
-    """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
-    tags: list[str] = field(default_factory=list)
-    """Tags of the W&B runs: one for each stage, in a group of the run's name."""
+    """Where settings, losses and the report are recorded. W&B, a run for each stage in a group of the run's name, is
+    offline unless you are logged in and it answers."""
     overwrite: bool = False
     """Remove an export, a stage or checkpoints made from other settings or files. Without it they are kept, as
     export.old-1 and so on, and taken again with the settings of before."""

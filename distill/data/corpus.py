@@ -39,7 +39,7 @@ from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_r
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 10  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 11  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -199,9 +199,9 @@ def _make(
 
 
 def _text_of(row: Row) -> str:
-    if row["messages"]:
-        return "\n".join(message["content"] for message in json.loads(row["messages"]))
-    return str(row["text"] or row["prompt"] + row["response"])
+    if text := row["text"] or row["prompt"] + row["response"]:
+        return str(text)
+    return "\n".join(message["content"] for message in json.loads(row["messages"]))
 
 
 def _entry(example: Example | None = None, **about: Any) -> Row:
@@ -264,7 +264,7 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             continue
         if len(examples) > 1:
             tell(row, "split into one example per assistant turn: the chat template changes earlier turns")
-        conversation = f"[{row['messages']}, {row['tools'] or 'null'}]" if len(turns) > 1 else ""
+        conversation = f"[{row['messages']}, {row['variables'] or '{}'}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if over := len(example.input_ids) > settings.max_length:
                 del example.input_ids[settings.max_length :], example.labels[settings.max_length :]

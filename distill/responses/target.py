@@ -36,7 +36,8 @@ from distill.run import Run
 LEARNED = Features({name: COLUMNS[name] for name in ("input_ids", "labels")})
 TURNS = Features(LEARNED | {"chat": Value("string"), "number": Value("int64"), "finished": Value("bool")})
 """Columns of conversations after some turns: a prompt that is to be answered, or a ``finished`` example. ``chat`` has
-messages and tools as JSON where the assistant has several turns; with the seed ``number`` decides the answer."""
+messages and the template's variables as JSON where the assistant has several turns; with the seed ``number`` decides
+the answer."""
 
 
 ANSWERED = "examples.arrow"
@@ -227,8 +228,10 @@ class Conversations:
         answer = until_end(ids, self.ends)
         learned = {"input_ids": row["input_ids"] + answer, "labels": row["labels"] + answer}
         example, number = row | learned | {"finished": True}, row["number"] + self.count
-        messages, tools = json.loads(row["chat"] or "[[], null]")
-        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        messages, variables = json.loads(row["chat"] or "[[], {}]")
+        places = [
+            place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("train", True)
+        ]
         place, *later = places[row["number"] // self.count :] or [0]
         if not later or self.chat is None:
             return [example], ""
@@ -243,14 +246,15 @@ class Conversations:
                 raise UnusableRow("because a tool's recorded result does not fit the call that the target wrote")
             if not content.strip():
                 raise UnusableRow("because an answer is empty")
-            (prompt,) = plain_ids(tokenizer, [self.chat.ask(self.chat.prepared(messages[: later[0]]), tools)])
+            chat = self.chat.of(variables)
+            (prompt,) = plain_ids(tokenizer, [chat.ask(chat.prepared(messages[: later[0]]))])
             if len(prompt) >= self.longest:
                 raise UnusableRow(f"because they are longer than data.max_length ({self.longest} tokens)")
         except UnusableRow as error:
             return [example], error.reason
         labels, length = [IGNORE] * len(prompt), len(example["input_ids"])
         following = {"input_ids": prompt, "labels": labels, "number": number, "finished": False}
-        following["chat"] = json.dumps([messages, tools], ensure_ascii=False)
+        following["chat"] = json.dumps([messages, variables], ensure_ascii=False)
         if prompt[:length] != example["input_ids"]:
             return [example, following], ""
         labels[:length] = example["labels"]

@@ -7,6 +7,7 @@ bits, on a GPU but for the order in which the backward pass of its attention add
 
 import copy
 import logging
+import math
 import resource
 import signal
 import sys
@@ -29,13 +30,14 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.open import DTYPES
 from decode.progress import EVERY, Work, working
 from distill import ranks
 from distill.config import TrainerSettings
 from distill.config.base import SHARDED, Values
 from distill.data.dataset import DistillDataModule
 from distill.files import saved_step
-from distill.networks.models import checkpoint_layers, use_attention
+from distill.networks.models import checkpoint_layers, use_attention, weights_dtype
 from distill.training.modules import Metrics, TrainingModule
 
 
@@ -149,6 +151,13 @@ def fit(
         use_attention(model, settings.attention)
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
+    if (share := unmoved(model, module.training_settings.lr, settings.precision)) >= 0.01:
+        told = (
+            f"  {share:.0%} of the weights cannot move in {settings.precision}: an update of the size of the learning "
+            f"rate is less than half a unit in their last place. Set trainer.precision to "
+            f"{settings.precision.replace('true', 'mixed')}, whose weights are float32, or raise the learning rate"
+        )
+        console.print(told, highlight=False, soft_wrap=True)
     sharded = settings.strategy in SHARDED
     plain = _hollow(model) if sharded else model
     best = ModelCheckpoint(
@@ -212,6 +221,16 @@ def fit(
             ) from error
         _take_best(module, trainer, plain, work)
     return module.history, timer.time_elapsed("train"), lines.tokens
+
+
+def unmoved(model: torch.nn.Module, lr: float, precision: str) -> float:
+    """Return the share of the trained weights w that no update of size lr moves in the number format of a precision.
+
+    It is less than half a unit in the last place of those with ε·2^⌊log₂|w|⌋ / 2 > lr, ε that of the format.
+    """
+    least = 2 ** (math.floor(math.log2(2 * lr / torch.finfo(DTYPES[weights_dtype(precision)]).eps)) + 1)
+    weights = [weight.detach() for weight in model.parameters() if weight.requires_grad]
+    return sum(int((weight.abs() >= least).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
 
 
 def _hollow(model: torch.nn.Module) -> torch.nn.Module:

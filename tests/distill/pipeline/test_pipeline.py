@@ -352,7 +352,7 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path) ->
         (frozen, StudentSettings(kind="eagle3"), "LlamaForCausalLMEagle3"),
     ):
         settings = tiny_settings(tmp_path, target=target, student=student, drafts={"distillspec": DraftSettings()})
-        settings.training.steps = 2
+        settings.training.steps = 3
         names, run, _ = run_tiny(settings)
         assert names[-2:] == ["initial", "distillspec"]
         for stage in ("initial", "distillspec"):

@@ -205,7 +205,7 @@ def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path) -> None:
     settings.trainer.devices = 2
     del settings.drafts["adaspec"]
     for training in (settings.target.training, settings.student.training, settings.training):
-        training.steps = 2
+        training.steps = 3
     write_settings(settings, tmp_path / "settings.yaml")
     run = Run(settings)
     (run.work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it before any writes

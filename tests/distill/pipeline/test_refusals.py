@@ -33,6 +33,12 @@ Usage = namedtuple("Usage", "total used free")
         ({"upload": True}, r"upload is True, which needs tracker wandb and an evaluation"),
         ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
+        ({"target__training__warmup_steps": 12}, r"target.training.warmup_steps is 12, and the training has 12 steps"),
+        ({"1__training": {"steps": 2}}, r"drafts.adaspec.training.warmup_steps is 2, and the training has 2 steps"),
+        (
+            {"student__training__steps": None, "student__training__epochs": 0.1},  # of 48 examples in batches of 4
+            r"student.training.warmup_steps is 2, and the training has 1 steps",
+        ),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
         ({"training__optimizer": "lion"}, r"training.optimizer is 'lion', expected adamw, muon or {class_path"),

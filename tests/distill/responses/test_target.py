@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from distill.engine.servers import Engine
 from distill.kept import TEXT_IDS, Kept
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import answered_texts, ends_with
+from distill.responses.target import Conversations, answered_texts, ends_with
 from distill.run import Run
 from distill.stages import run_stages
 
@@ -108,8 +109,10 @@ def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> S
 
 @pytest.mark.parametrize("history", LEADS)
 def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, history: str) -> None:
-    asked = [{"role": "user", "content": "and?"}, SAID, {"role": "user", "content": "then?"}, SAID]
-    run, _ = bench(chatting(tmp_path, tiny, history, SAID, *asked))
+    """But for turns that are not to be learned, which stay as they are."""
+    questions = [{"role": "user", "content": text} for text in ("so?", "and?", "then?")]
+    kept = {"role": "assistant", "content": "kept", "weight": 0}
+    run, _ = bench(chatting(tmp_path, tiny, history, SAID, questions[0], kept, questions[1], SAID, questions[2], SAID))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
@@ -121,7 +124,7 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
     assert sorted(labels) == sorted(token for ids in written.values() for token in ids)
     for number, text in enumerate(text for text in texts if "then?" in text):
         first, second = (run.tokenizer.decode([i for i in written[number + turn] if i]) for turn in (0, 12))
-        assert f"{first}</s><user>and?" in text
+        assert f"{first}</s><user>so?<assistant>kept</s><user>and?" in text
         assert f"{second}</s><user>then?" in text
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
     assert answers_in(run) == written
@@ -249,6 +252,16 @@ def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_t
     ends = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # as <|end_of_text|> and <|eot_id|> of Llama 3
     assert ends_with(tokenizer, ChatFormat(tokenizer, ends=ends)) == tokenizer.bos_token_id
     assert ends_with(tokenizer, None) == tokenizer.eos_token_id
+    served = Served(Mock(), tokenizer, ends, tokenizer.eos_token_id, 300, 0)
+    for end in ends:  # whichever of them an engine gives, none is put behind it
+        assert served.ids({"url": "", "token_ids": [5, end], "finish_reason": "stop"}) == [5, end]
+    assert served.ids({"url": "", "token_ids": [5], "finish_reason": "stop"}) == [5, tokenizer.eos_token_id]
+    talks = Conversations(Mock(), ends, None, None, None)
+    talks.count = 1
+    row = {"input_ids": [7], "labels": [IGNORE], "chat": "", "number": 0}
+    for end in ends:  # and an answer ends with it
+        (learned,), _ = talks.after(row, [5, end, 6])
+        assert learned["labels"] == [IGNORE, 5, end]
 
 
 # -- answers of servers beside the target -----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from distill.networks.lm_head import LMHead, last_hidden
 from distill.networks.models import checkpoint_layers
 from distill.signal.target import Signal
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
-from distill.training.trainer import fit
+from distill.training.trainer import fit, unmoved
 
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
 
@@ -181,6 +181,8 @@ def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int
     parts = [batches[micro] for batches in ranks for micro in range(micros)]
     assert sorted(batch["part"] for batch in parts) == list(range(world * micros))
     assert sum(batch["weight"] for batch in parts) == pytest.approx(world * micros)
+    seeds = [module.on_train_batch_start(batch, 0) or torch.initial_seed() for batch in parts]
+    assert len(set(seeds)) == len(parts)  # each draws dropout of its own
     loss, gradients = loss_and_gradients(module, *parts)
     gap = 1e-7 if kind.startswith("d") else 1e-9  # the weights of a block's slots are float32
     assert loss == pytest.approx(wanted_loss, rel=gap)
@@ -343,6 +345,19 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny, tmp_pa
     assert kept == {f"best-step={best}.ckpt", "last-step=9.ckpt"}
     saved = torch.load(tmp_path / "work" / "last-step=9.ckpt", weights_only=False)["state_dict"]
     assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
+
+
+def test_a_line_says_which_share_of_the_weights_a_number_format_does_not_let_move(tiny) -> None:
+    model, moves = tiny("llama"), torch.linspace(0, 0.3, 1000)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(moves.repeat(-(-weight.numel() // 1000))[: weight.numel()].view_as(weight))
+    for precision, lr, kind in (("bf16-true", 1e-4, torch.bfloat16), ("16-true", 1e-5, torch.float16)):
+        share, weights = unmoved(model, lr, precision), torch.cat([weight.flatten() for weight in model.parameters()])
+        weights = weights.to(kind)
+        assert share == pytest.approx(float((weights + lr == weights).float().mean()), abs=0.01)
+        assert 0.3 < share < 1
+    assert unmoved(model, 1e-4, "bf16-mixed") == 0
 
 
 def test_of_validations_that_are_equal_in_float32_the_first_is_the_best(tiny, tmp_path, monkeypatch) -> None:
