@@ -357,10 +357,10 @@ def refusal(method: str, parts: Parts) -> str:
         wanted = "a model or a head" if kind.drafts == ANY else " or ".join(map(DRAFTS.__getitem__, kind.drafts))
         config = {"eagle": "quickstart-eagle", "block": "quickstart-dspark"}.get(kind.drafts[0], "quickstart")
         other = f", and {parts.name} is {DRAFTS[parts.draft]}" if parts.draft else ""
-        train = f"(a folder or hub name; train one: python -m distill --config configs/{config}.yaml)"
+        train = f"(a folder or hub name; train one: draftsmith distill --config configs/{config}.yaml)"
         return f"{method} drafts with {wanted}{other}; give one with --draft {train}"
     if kind.store and not parts.datastore:
-        build_one = "build one with python -m decode datastore build"
+        build_one = "build one with draftsmith decode datastore build"
         return f"{method} drafts from a datastore folder; {build_one} and give it with --datastore DIR"
     if (rule := options.stop_rule or options.rule) and method in UNJUDGED:
         return f"{rule} is a rule for drafts of this decoder, and {method} drafts none; give --draft D, or leave it out"

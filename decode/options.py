@@ -139,10 +139,10 @@ class MethodOptions:
     """What a method leaves open; null takes the paper's value."""
 
     stop_rule: str | None = None
-    """Another stop rule than the method's own; `python -m decode methods` lists them; or module.function, whose stop
+    """Another stop rule than the method's own; `draftsmith decode methods` lists them; or module.function, whose stop
     rule is made from `MethodInputs`."""
     rule: str | None = None
-    """Another acceptance rule than the method's own; `python -m decode methods` lists them; or module.Class of your
+    """Another acceptance rule than the method's own; `draftsmith decode methods` lists them; or module.Class of your
     own. All but exact and block-verification are relaxed: the output is no longer distributed as the target's, and
     drafts may not be trees."""
     draft_length: PositiveInt | None = None
@@ -160,7 +160,7 @@ class MethodOptions:
     """Limit each round's draft to the length with the highest expected tokens per second, and draft nothing where no
     length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft chains with
     a model or with the target's own layers; always on for cost-optimal. Costs are those that bench measures or that
-    python -m decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
+    draftsmith decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
     that are read. In a batch, a sampled text then depends on the other texts of the batch."""
     copy_length: PositiveInt = 10
     """Hybrid: maximum number of tokens copied after a match of four tokens or more of the text's end, in the text or
@@ -180,7 +180,7 @@ class MethodOptions:
     tree_threshold: ClosedUnitInterval = 0.0
     """Trees of heads: nodes whose cumulative probability (temperature 1) is below this are not drafted."""
     probes: str | None = None
-    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes. Options left at null (such as
+    """Folder of acceptance probes, made by `draftsmith probe`: runs/<name>/probes. Options left at null (such as
     exit_layer and threshold) take the values that were fastest when the probes were trained."""
     searches: PositiveInt = 150
     """Adaptix: Monte Carlo iterations a round."""

@@ -1,4 +1,4 @@
-"""Everything that ``python -m probes`` does: target, texts, features, probes, the choice of the exit, real runs."""
+"""Everything that ``draftsmith probe`` does: target, texts, features, probes, the choice of the exit, real runs."""
 
 from dataclasses import asdict
 from functools import partial

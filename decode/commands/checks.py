@@ -50,7 +50,7 @@ def parts_of(settings: MethodSettings, draft: str | None, *, corpus: bool = Fals
     if settings.probes is not None:
         describe_probes(settings.probes)
     if settings.datastore is not None and not Path(settings.datastore).is_dir():
-        again = "build one with python -m decode datastore build"
+        again = "build one with draftsmith decode datastore build"
         raise UserError(f"there is no datastore folder {settings.datastore!r}; {again}")
     kind, stores = "" if draft is None else head_kind(draft) or "model", corpus or settings.datastore is not None
     return Parts(settings, kind, str(draft), datastore=stores)
@@ -163,7 +163,7 @@ def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None
     here = machine.describe(device)
     for key in machine.HARDWARE:
         if there.get(key) != here.get(key):
-            again = "measure them here with python -m decode profile --batch-sizes"
+            again = "measure them here with draftsmith decode profile --batch-sizes"
             measured = f"they were measured on {there.get(key)}, not {here.get(key)}; {again}"
             print(f"the costs in the profile of {draft} are not used: {measured}", file=sys.stderr)
             return None

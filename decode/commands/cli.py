@@ -314,6 +314,12 @@ def run_main(function: Callable[[], object]) -> int:
         _close_stdout()
         return 0
     except Exception as error:
+        if isinstance(error, ImportError) and Path(error.path or "/").parent == Path.cwd():
+            print(
+                f"error: {error}: rename this file, which hides a module, or use the command draftsmith",
+                file=sys.stderr,
+            )
+            return 2
         if (why := writing_error(error)) is None:
             raise
         try:

@@ -1,4 +1,4 @@
-"""``python -m decode serve-check``: a draft in a real engine, its acceptance as counted beside the predicted one."""
+"""``draftsmith decode serve-check``: a draft in a real engine, its acceptance as counted beside the predicted one."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Settings of ``python -m decode``: one dataclass per command; the text below each key is its help."""
+"""Settings of ``draftsmith decode``: one dataclass per command; the text below each key is its help."""
 
 import re
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class MethodSettings(MethodOptions):
     """Options of methods, and stores of retrieval drafters."""
 
     datastore: str | None = None
-    """Folder made by `python -m decode datastore build`, for rest and adaptix."""
+    """Folder made by `draftsmith decode datastore build`, for rest and adaptix."""
 
 
 @dataclass
@@ -113,10 +113,10 @@ class SuiteSettings:
 
 @dataclass
 class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSettings):
-    """Settings of python -m decode generate."""
+    """Settings of draftsmith decode generate."""
 
     method: str | None = None
-    """Decoding method; null: vanilla with a draft, else autoregressive. See `python -m decode methods`."""
+    """Decoding method; null: vanilla with a draft, else autoregressive. See `draftsmith decode methods`."""
     prompt: str | None = None
     """Text to continue; null reads standard input."""
     max_new_tokens: PositiveInt = 256
@@ -142,7 +142,7 @@ class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSetting
 
 @dataclass
 class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings):
-    """Settings of python -m decode profile, which needs a draft."""
+    """Settings of draftsmith decode profile, which needs a draft."""
 
     longest: PositiveInt = 15
     """Longest draft to predict."""
@@ -154,7 +154,7 @@ class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings)
 
 @dataclass
 class StoreSettings:
-    """Settings of python -m decode datastore build."""
+    """Settings of draftsmith decode datastore build."""
 
     tokenizer: str | None = None
     """Folder, hub name or GGUF file of the target or its tokenizer. Required."""
@@ -178,7 +178,7 @@ def required(settings: Any, *names: str) -> None:
 
 @dataclass
 class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
-    """Settings of python -m decode bench, and of the section bench of a configuration."""
+    """Settings of draftsmith decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
     """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
@@ -237,7 +237,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     Raises:
         UserError: a file that is missing or not valid, or an unknown key.
     """
-    settings = parse(BenchSettings, argv, "python -m decode bench", description, examples, section="bench")
+    settings = parse(BenchSettings, argv, "draftsmith decode bench", description, examples, section="bench")
     if not (paths := config_paths(argv)):
         return settings
     content = read_config(paths)
@@ -269,7 +269,7 @@ def default_suites(data: Any) -> list[str]:
 
 @dataclass
 class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
-    """Settings of python -m decode serve-check; the draft is a folder as it is to be served."""
+    """Settings of draftsmith decode serve-check; the draft is a folder as it is to be served."""
 
     engine: str = "vllm"
     """The engine, vllm or llama.cpp; `make engines` installs both."""
@@ -294,7 +294,7 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
 
 @dataclass
 class PaperSettings:
-    """Settings of python -m decode paper."""
+    """Settings of draftsmith decode paper."""
 
     paper: str | None = None
     """adaptix, adasd, adaspec, adaspeed or ears; may stand without --paper. Required."""

@@ -1,4 +1,4 @@
-"""All settings of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
+"""All settings of ``draftsmith distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
 
 import copy
 import re

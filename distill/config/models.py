@@ -97,7 +97,7 @@ class LoraSettings:
 
 @dataclass
 class LayerSkipSettings:
-    """LayerSkip's recipe: it lets the model's first layers draft for the whole (see python -m probes)."""
+    """LayerSkip's recipe: it lets the model's first layers draft for the whole (see draftsmith probe)."""
 
     enabled: bool = False
     """Train the target with this recipe: a given one (finetune, lora) on its answers where it writes the responses."""

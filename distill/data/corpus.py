@@ -10,6 +10,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -159,6 +160,8 @@ def _make(
         )
     if chat:
         check_template(tokenizer, settings.system)
+        if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(settings.template_args):
+            rows.notes.append(f"the chat template writes the date: texts hold {date.today():%d %B %Y}, later too")
         if rows.kind == "pairs":
             rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
     learned = settings.key() | {"test_examples": None}  # by it answers and signals are known

@@ -158,7 +158,7 @@ class Conversations:
         if 2 * self.empty > self.asked:
             raise UserError(
                 f"{title}: {self.empty} of {self.asked} are empty: look at what the target writes for these prompts "
-                f"(python -m decode generate), then delete {place} and run again"
+                f"(draftsmith decode generate), then delete {place} and run again"
             )
         finished = (turn.select(np.flatnonzero(_column(turn, "finished"))).select_columns([*LEARNED]) for turn in turns)
         made = _shared(file, LEARNED, (row for turn in finished for row in turn))

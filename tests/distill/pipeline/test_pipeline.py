@@ -7,7 +7,6 @@ import shutil
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -263,10 +262,10 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
     """Counted without a garbage collection, which may not come for hours: drafts and evaluation share it."""
     settings = begun(altered(tiny_settings(tmp_path), teacher__signal=signal, training__steps=3))
     opened, present, train = [], [], stages.fit
-    load, original = run_module.load_model, run_module.open_frozen
+    load = run_module.load_model
 
-    def watched(open_model: Any, *arguments: Any, **options: Any) -> PreTrainedModel:
-        model = open_model(*arguments, **options)
+    def watched(*arguments: Any, **options: Any) -> PreTrainedModel:
+        model = load(*arguments, **options)
         opened.append(weakref.ref(model))
         return model
 
@@ -274,8 +273,7 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
         present.append(sum(reference() is not None for reference in opened))
         return train(*arguments, **options)
 
-    monkeypatch.setattr(run_module, "load_model", partial(watched, load))
-    monkeypatch.setattr(run_module, "open_frozen", partial(watched, original))
+    monkeypatch.setattr(run_module, "load_model", watched)
     monkeypatch.setattr(stages, "fit", fit)
     change(settings.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=1, max_new_tokens=4, draft_lengths=[2])
     run, printed = bench(settings)
@@ -304,7 +302,10 @@ def test_without_evaluation_the_draft_is_exported_and_once(tmp_path) -> None:
     assert AutoModelForCausalLM.from_pretrained(run.export).num_parameters() > 0
     card = (run.export / "README.md").read_text()
     assert "# Draft model for the target of the run tiny\n" in card
-    assert "\n20 texts of at most 256 tokens; divergence `forward_kl`, steps 12, batch size 4, learning rate 0.003.\n" in card
+    assert (
+        "\n20 texts of at most 256 tokens; divergence `forward_kl`, steps 12, batch size 4, learning rate 0.003.\n"
+        in card
+    )
     weights = run.export / "model.safetensors"
     assert measure(run) == {}
     assert "up to date" in console.export_text()
