@@ -187,6 +187,7 @@ def export(run: Run) -> str:
     else:
         length = student.steps if student.steps > 1 else None
         export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
+    run.tokenizer.save_pretrained(run.export)  # with what shaped the prompts
     write_json(run.note(run.export), {"fingerprint": key})
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen

@@ -253,7 +253,7 @@ def read_options(argv: Sequence[str], keys: Fields, prog: str) -> Fields:
         single = len(choices) > 2 and len(texts) == 1 and "," not in joined  # of a number or a list it is the number
         if _is_section(name, keys):
             options[key] = read_yaml(joined)
-        elif not is_list or single or (key not in PROSE and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+        elif not is_list or single or (key not in PROSE and re.fullmatch(r"null|\[.*\]|\{.*\}", joined, re.DOTALL)):
             options[key] = joined
         else:
             parts = texts if key in PROSE else [part.strip() for text in texts for part in text.split(",")]

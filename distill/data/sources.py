@@ -54,8 +54,8 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-CHAT_COLUMNS = "messages", "conversations", "prompt", "chosen", "completion"
-ANSWERS = "chosen", "completion", "response", "output", "answer"
+CHAT_COLUMNS = "messages", "conversations", "prompt", "chosen", "completion", "preferred_output"
+ANSWERS = "chosen", "completion", "preferred_output", "response", "output", "answer"
 """Columns in which the answer to the chat of another column may stand, as messages or as a text."""
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
@@ -204,6 +204,8 @@ def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Seq
 
 def _chat(column: str, row: Row) -> Row:
     """A chat whose answer may stand in another column, as in TRL's, LLaMA-Factory's and OpenAI's preferences."""
+    if isinstance(given := row.get("input"), dict):  # OpenAI's
+        row = {"prompt": given.get("messages")} | given | row
     place = column if column in ANSWERS else next((name for name in ANSWERS if row.get(name)), "")
     begun, answer = row.get("prompt" if place == column else column), turns_of(row.get(place), "assistant")
     turns: Any = turns_of(begun, "user") if answer else begun
@@ -219,7 +221,7 @@ def _chat(column: str, row: Row) -> Row:
 def turns_of(value: Any, role: str) -> list[Any]:
     """The turns in a value: messages, one message, or a text that this role says."""
     turns = messages_of([value] if isinstance(value, dict) else value)
-    return turns or [{"role": role, "content": value}] * bool(value)
+    return turns or [{"role": role, "content": value}] * (isinstance(value, str) and value != "")
 
 
 def plain_chat(

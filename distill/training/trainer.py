@@ -7,7 +7,6 @@ bits, on a GPU but for the order in which the backward pass of its attention add
 
 import copy
 import logging
-import math
 import resource
 import signal
 import sys
@@ -222,13 +221,11 @@ def fit(
 
 
 def unmoved(model: torch.nn.Module, lr: float, precision: str) -> float:
-    """Return the share of the trained weights w that no update of size lr moves in the number format of a precision.
-
-    It is less than half a unit in the last place of those with ε·2^⌊log₂|w|⌋ / 2 > lr, ε that of the format.
-    """
-    least = 2 ** (math.floor(math.log2(2 * lr / torch.finfo(DTYPES[weights_dtype(precision)]).eps)) + 1)
+    """Return the share of the trained weights that an update of size lr leaves in the number format of a precision."""
+    kind = DTYPES[weights_dtype(precision)]
     weights = [weight.detach() for weight in model.parameters() if weight.requires_grad]
-    return sum(int((weight.abs() >= least).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
+    stay = sum(int((rounded + lr == rounded).sum()) for rounded in (weight.to(kind) for weight in weights))
+    return stay / sum(weight.numel() for weight in weights)
 
 
 def _hollow(model: torch.nn.Module) -> torch.nn.Module:

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from pairs import make_tokenizer
 
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
@@ -150,6 +152,15 @@ def test_the_usual_columns_are_known(row: dict[str, Any]) -> None:
 def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path, row, said: str) -> None:
     with pytest.raises(UserError, match=said):
         corpus_of(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
+
+
+@pytest.mark.parametrize("given", [{}, {"date_string": "1 May 2025"}])
+def test_a_template_that_writes_the_date_of_the_day_is_named_with_it(tmp_path, given: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ date_string or strftime_now('%d %B %Y') }}\n" + str(tokenizer.chat_template)
+    settings = replace(SMALL, source=write(tmp_path / "r.jsonl", PAIRS), template_args=given, chat=True)
+    notes = [note for note in corpus_of(settings, tokenizer=tokenizer).notes if "writes the date" in note]
+    assert [date.today().strftime("texts hold %d %B %Y") in note for note in notes] == [True] * (not given)
 
 
 def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> None:
