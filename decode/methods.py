@@ -367,7 +367,7 @@ def refusal(method: str, parts: Parts) -> str:
     if method in BASELINES:
         return ""
     stop, rule = options.stop_rule or own_stop, options.rule or own_rule
-    named("stop rule", stop, STOPS | PROBE_STOPS)
+    choose("stop rule", stop, STOPS | PROBE_STOPS)
     acceptance = named("acceptance rule", rule, RULES)(options, True)
     if stop in PROBES and options.probes is None:
         return f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}"
@@ -411,7 +411,7 @@ def build(method: str, inputs: MethodInputs) -> Method:
         if options.exit_layer in (None, advice.get("exit_layer")):  # thresholds belong to their layer
             missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
             inputs = replace(inputs, options=(options := replace(options, **missing)))
-    stop_rule, lengths = named("stop rule", stop, STOPS | PROBE_STOPS)(inputs), None
+    stop_rule, lengths = (STOPS | PROBE_STOPS)[stop](inputs), None
     weighed = stop == "cost-optimal"
     if kind.priced and (options.never_slower or weighed):
         lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=weighed)

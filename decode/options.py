@@ -9,9 +9,9 @@ once.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
 from jsonargparse.typing import (
@@ -25,7 +25,7 @@ from jsonargparse.typing import (
 
 from decode.errors import UserError, choose
 from decode.files import Fields
-from decode.incoming import read_yaml
+from decode.incoming import read_yaml, text_lines
 
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
 
@@ -134,13 +134,55 @@ def with_plain_numbers(value: Any) -> Any:
     return value
 
 
+def in_turn(value: Any, number: int) -> Any:
+    """The value of a setting for the prompt of this number: of a list each prompt takes one, in turn."""
+    return value[number % len(value)] if isinstance(value, list) else value
+
+
+@dataclass
+class ChatSettings:
+    """What shapes a prompt besides its words. A draft keeps that of its training, and commands follow it."""
+
+    chat: Literal["auto"] | bool | None = None
+    """Put prompts and pairs into the chat template; in suites with several turns, later ones follow the target's own
+    greedy answers. auto or null: in commands as the draft was trained, else where the tokenizer has one; false: plain
+    text."""
+    chat_template: str | None = None
+    """Jinja template of chats, or a file with one. null: in commands that of the draft's training, else the
+    tokenizer's."""
+    system: str | None = None
+    """System message of chats without one. null: in commands that of the draft's training, else what the template
+    writes."""
+    template_args: Fields | list[Fields] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}. Of a list each prompt of a training takes one,
+    in turn, and commands take the first. {}: in commands those of the draft's training."""
+
+    def template(self) -> str | None:
+        """The chat template, which may be in a file.
+
+        Raises:
+            UserError: it is neither a template nor a file.
+        """
+        text = self.chat_template
+        if text is None or "{{" in text or "{%" in text:
+            return text
+        try:
+            return "".join(text_lines(text))
+        except UserError as error:
+            wanted = f"expected a Jinja template (with {{{{ or {{%) or a file that can be read ({error})"
+            raise UserError(f"chat_template is {text!r}, {wanted}") from error
+
+    def args(self, number: int = 0) -> Fields:
+        """The template's variables of the prompt of this number."""
+        return in_turn(self.template_args or {}, number)
+
+
 @dataclass
 class MethodOptions:
     """What a method leaves open; null takes the paper's value."""
 
     stop_rule: str | None = None
-    """Another stop rule than the method's own; `draftsmith decode methods` lists them; or module.function, whose stop
-    rule is made from `MethodInputs`."""
+    """Another stop rule than the method's own; `draftsmith decode methods` lists them."""
     rule: str | None = None
     """Another acceptance rule than the method's own; `draftsmith decode methods` lists them; or module.Class of your
     own. All but exact and block-verification are relaxed: the output is no longer distributed as the target's, and

@@ -22,7 +22,7 @@ MEASURES = 1
 """Raised when a change of the code changes what a report holds."""
 
 READ: dict[str, tuple[str, ...]] = {
-    "chat": ("data.chat_template", "data.tokenizer"),
+    "chat": ("data.chat_template", "data.tokenizer", "data.chat", "data.system", "data.template_args"),
     "seed": ("seed",),
     "data": (
         "seed", "data.source", "data.files", "data.prompts", "data.prompt_template", "data.response_template",

@@ -31,6 +31,7 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, files_of, load_model, load_tokenizer, stop_ids
 from decode.models.sources import fetched, gguf_file
+from decode.options import in_turn
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config import Settings
@@ -328,11 +329,11 @@ class Run:
         how = self.settings.teacher.responses
         packed = getattr(self.served_files.config, "quantization_config", None)
         return AnswerCheck(
-            LogitsWarper(how.temperature, top_p=how.top_p),
+            LogitsWarper(in_turn(how.temperature, 0), top_p=how.top_p),
             stop_ids(self.served_files, self.tokenizer),
             quantised=bool(packed) or any("--quantization" in each for each in self.settings.teacher.arguments),
             every=EVERY if kept else 1,
-            most=most,
+            most=0 if isinstance(how.temperature, list) else most,  # no one temperature could be expected
             kept=kept,
             say=self.line,
         )

@@ -98,6 +98,7 @@ def experiment(run: Run, model: PreTrainedModel, modes: list[Mode], exits: list[
             rows += [{"mode": mode.name, **row} for row in evaluate_exits(trained, seen["test"])]
         probes += trained
     save_probes(folder, model, probes)
+    run.tokenizer.save_pretrained(folder)  # which keeps what shaped the prompts
     runner = open_runner(model)
     torch.set_num_threads(machine.choose_threads(runner, run.settings.threads)[0])
     if not served and isinstance(runner, FastRunner):

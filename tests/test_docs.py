@@ -15,10 +15,10 @@ import yaml
 from enumeration import bias_of
 from tiny_run import tiny_settings
 
+from decode import load
 from decode.__main__ import COMMANDS
 from decode.commands.cli import known_keys, parse
 from decode.core.verify import Exact
-from decode.files import read_json
 from decode.methods import is_lossless
 from distill.config import AblateSettings, EvaluationSettings, Settings
 from distill.config.base import change
@@ -47,9 +47,8 @@ def test_the_snippets_of_python_run_on_a_tiny_run(tmp_path, monkeypatch, capsys)
         script.write_text(snippets[page])
         names[page] = runpy.run_path(str(script), run_name="__main__")
     assert names.keys() >= {"README.md", "api.md", "how-to.md", "probes.md"}
-    api, distilled = names["api.md"], read_json(Path("my-draft/config.json"))
-    assert distilled["hidden_size"] == settings.student.architecture.hidden_size
-    assert api["module"].history == []
+    api, pair = names["api.md"], load("runs/quickstart/target", draft="my-draft")
+    assert pair.draft.config.hidden_size == settings.student.architecture.hidden_size
     assert int(api["module"].global_step) == len(api["loader"])
     Path("rules.py").write_text(
         "from decode.core.verify import AcceptanceRule\nclass Kept(AcceptanceRule): exact = True"

@@ -178,7 +178,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         pair = opened(settings, settings.draft if kind_of(method).drafts else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
     chat = use_chat(settings, tokenizer)
-    ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
+    ids = chat_ids(tokenizer, user_says(prompt, chat.system), chat.args()) if chat else prompt_ids(tokenizer, prompt)
     options, draft, costs = replace(settings), None, None
     check_lengths("draft_length", [options.draft_length], pair.target)
     stop = settings.stop_rule or METHODS[method][1]

@@ -10,7 +10,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 from decode.commands.cli import config_paths, parse, read_config
 from decode.errors import UserError
-from decode.options import MethodOptions, Seed, Share, Temperature
+from decode.options import ChatSettings, MethodOptions, Seed, Share, Temperature
 
 
 @dataclass
@@ -78,18 +78,21 @@ class OneTemperature(SamplingSettings):
 
 
 @dataclass
-class ChatSettings:
-    """Whether prompts are put into the chat template."""
-
-    chat: bool | None = None
-    """Put prompts into the tokenizer's chat template; in suites with several turns, later ones follow the target's own
-    greedy answers. Null: where the tokenizer has one; --chat false continues prompts as plain text."""
-    system: str | None = None
-    """System message of the chats; null: the template's default."""
+class PromptSettings(ChatSettings):
+    """How prompts become chats."""
 
     def __post_init__(self) -> None:
-        if self.system is not None and self.chat is False:
-            raise UserError("a system message belongs to a chat; give --system without --chat false")
+        if self.chat is False and (self.system is not None or self.template_args):
+            raise UserError(
+                "a system message and template_args belong to a chat; give --system and --template-args without "
+                "--chat false"
+            )
+
+    @property
+    def drafts(self) -> list[str]:
+        """The paths of the drafts, but for the target's own layers."""
+        draft = getattr(self, "draft", None)
+        return [] if draft in (None, "mtp") else [draft]
 
 
 @dataclass
@@ -112,7 +115,7 @@ class SuiteSettings:
 
 
 @dataclass
-class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSettings):
+class GenerateSettings(PromptSettings, OneTemperature, MethodSettings, PairSettings):
     """Settings of draftsmith decode generate."""
 
     method: str | None = None
@@ -141,7 +144,7 @@ class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSetting
 
 
 @dataclass
-class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings):
+class ProfileSettings(SuiteSettings, PromptSettings, OneTemperature, PairSettings):
     """Settings of draftsmith decode profile, which needs a draft."""
 
     longest: PositiveInt = 15
@@ -177,7 +180,7 @@ def required(settings: Any, *names: str) -> None:
 
 
 @dataclass
-class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
+class BenchSettings(SuiteSettings, PromptSettings, SamplingSettings, MethodSettings, LoadSettings):
     """Settings of draftsmith decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
@@ -216,10 +219,14 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
         return self.output or (len(runs) == 1 and runs.pop()) or "runs/bench"
 
     @property
+    def drafts(self) -> list[str]:
+        """The paths of the drafts, but for the target's own layers."""
+        return [item.partition("=")[2] or item for item in self.draft if item != "mtp"]
+
+    @property
     def runs(self) -> list[str | None]:
         """The run of each draft, without any that of the target."""
-        drafts = [item.partition("=")[2] or item for item in self.draft if item != "mtp"]  # which is in the target
-        return [run_of(path) for path in drafts or filter(None, [self.target])]
+        return [run_of(path) for path in self.drafts or filter(None, [self.target])]
 
 
 def run_of(path: str) -> str | None:
@@ -268,7 +275,7 @@ def default_suites(data: Any) -> list[str]:
 
 
 @dataclass
-class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
+class ServeCheckSettings(SuiteSettings, PromptSettings, PairSettings):
     """Settings of draftsmith decode serve-check; the draft is a folder as it is to be served."""
 
     engine: str = "vllm"

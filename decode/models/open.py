@@ -4,6 +4,7 @@ Errors are `UserError`s with transformers' own message, and the next step where 
 """
 
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -30,6 +31,7 @@ from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from decode.core.draft import Ids
@@ -50,7 +52,7 @@ from decode.models.sources import (
     read_weights,
     reading,
 )
-from decode.models.tokens import added_ids, turn_end
+from decode.models.tokens import TRAINED, added_ids, turn_end
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
@@ -202,6 +204,14 @@ def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrained
     with reading(name, "tokenizer"):
         folder, at = located(name)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
+
+
+def trained_prompts(name: Name) -> Fields:
+    """`TRAINED` of the files of a draft, or of a folder of probes; empty if there is none."""
+    with suppress(OSError):  # what is not there is refused where it is opened
+        folder, at = located(name)
+        return get_tokenizer_config(folder, **at).get(TRAINED) or {}
+    return {}
 
 
 def load_config(name: Name, *, trust_remote_code: bool = False) -> PretrainedConfig:

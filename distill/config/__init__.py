@@ -209,6 +209,7 @@ class Settings:
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind not in TARGETS, "target.kind", f"expected one of {', '.join(TARGETS)}"),
             (target.round_to and target.kind != "as_is", "target.round_to", f"for kind as_is, not {target.kind}"),
+            (self.teacher.responses.temperature == [], "teacher.responses.temperature", "expected at least one"),
             (whole, "teacher.engine.keep", "and heads and a draft_vocab learn from whole distributions here: set it "
              "to bfloat16 or float8"),
             (prompts and self.drafts and not answers, "data.source", "whose prompts have no answers: set "

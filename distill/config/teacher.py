@@ -43,8 +43,10 @@ class ResponseSettings:
 
     source: Literal["dataset", "target"] = "dataset"
     """dataset: those of the data set. target: the target answers the prompts, once. See also drafts.NAME.on_policy."""
-    temperature: Temperature = 1.0
-    """Sampling temperature of written responses; 0 is greedy."""
+    temperature: Temperature | list[Temperature] = 1.0
+    """Sampling temperature of written responses; 0 is greedy. Of a list, such as [0.6, 0.8, 1.0], each prompt takes
+    one, in turn, and so does each rewriting of a draft's own texts; servers' answers are then not checked to be
+    samples."""
     top_p: Share = 1.0
     """Probability mass of nucleus sampling; 1 samples from the whole distribution."""
     max_new_tokens: PositiveInt = 256

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from itertools import islice
@@ -25,10 +25,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.errors import UserError
-from decode.files import read_json, replaced, write_json
+from decode.files import read_json, replaced, write_json, write_text
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
-from decode.models.tokens import PROMPT_END, check_template
+from decode.models.tokens import PROMPT_END, TRAINED, check_template
+from decode.options import ChatSettings
 from decode.progress import current
 from distill import ranks
 from distill.config.data import DataSettings
@@ -36,11 +37,11 @@ from distill.data.chat import IGNORE, ChatFormat, Example, Turn, label, render_r
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
-from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_rows, sentences
+from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_rows
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 11  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 12  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -119,6 +120,8 @@ def load_corpus(
     ranks.barrier()
     splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
+    # saved with every model of the run
+    tokenizer.init_kwargs[TRAINED] = {key: settings.key()[key] for key in vars(ChatSettings())}
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
 
 
@@ -133,7 +136,7 @@ def _make(
     """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
 
     def form(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-        return ChatFormat(tokenizer, settings.system, settings.template_args, stop_ids(files, tokenizer))
+        return ChatFormat(tokenizer, settings.system, settings.args(), stop_ids(files, tokenizer))
 
     if settings.from_target:
         if sampler is None or tokenizer is None:
@@ -151,13 +154,8 @@ def _make(
         if rows.kind == "pairs" and all(prompt.endswith("\n") for prompt in train[:100]["prompt"]):
             tokenizer.init_kwargs[PROMPT_END] = "\n"
         tokenizer.save_pretrained(folder / "tokenizer")
-    by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
+    by_setting = bool(tokenizer.chat_template) if settings.chat in (None, "auto") else settings.chat is True
     chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
-    if chat and not tokenizer.chat_template:
-        raise UserError(
-            f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
-            "model's tokenizer, give data.chat_template, or pairs with data.chat false"
-        )
     if chat:
         check_template(tokenizer, settings.system)
         if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(settings.template_args):
@@ -177,9 +175,11 @@ def _make(
             blocks = islice(text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length), limit)
             made = mapped_table(folder / "tokenised" / f"{split}.arrow", ENTRIES, map(_entry, blocks))
         else:
-            tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
+            tokenised = partial(
+                _tokenised, settings=settings, form=replace(form(tokenizer), template_args={}), chat=chat
+            )
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
-        rows.notes += sentences(split, left_out)
+        rows.tell(split, left_out)
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
         if len(lost) > max(1, len(made)) or not len(made):
             raise UserError(
@@ -197,6 +197,7 @@ def _make(
         shutil.rmtree(folder / scratch, ignore_errors=True)
     if files is not None and (unnamed := unnamed_ends(files, tokenizer)):
         rows.notes.append(unnamed)
+    write_text(folder / "dropped.jsonl", "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows.dropped))
     about = {"answered": not settings.from_target, "chat": chat, "highest": highest, "notes": rows.notes}
     write_json(folder / "about.json", about | {"fingerprint": digest.hexdigest()})
 
@@ -252,6 +253,8 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
 
     for values in zip(*columns.values()):
         row = dict(zip(columns, values))
+        if chat:
+            row["variables"] = json.dumps(settings.args(row["number"]) | json.loads(row["variables"] or "{}"))
         try:
             turns, notes = render_row(row, form if chat else None)
         except UnusableRow as error:

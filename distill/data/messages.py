@@ -167,10 +167,11 @@ def _function(value: Any, why: str) -> Row:
     value = parsed(value, why)
     if isinstance(value, dict) and "function" not in value:
         value = {"type": "function", "function": value}
-    function = value["function"] if isinstance(value, dict) else None
+    function = parsed(value["function"], why) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRow(why)
-    return dict(value)
+    texts = {key: parsed(text, why) for key, text in function.items() if key == "parameters"}
+    return value | {"function": function | texts}
 
 
 def read_messages(value: Any) -> tuple[Messages, str]:

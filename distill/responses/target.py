@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from decode.errors import UserError
 from decode.measure.suites import Row
 from decode.models.open import files_of, stop_ids
 from decode.models.tokens import REASONING, end_token, plain_ids
+from decode.options import in_turn
 from decode.progress import working
 from decode.writing import GROUP
 from distill import ranks
@@ -34,7 +36,8 @@ from distill.kept import TEXT_IDS, Ints, Kept
 from distill.run import Run
 
 LEARNED = Features({name: COLUMNS[name] for name in ("input_ids", "labels")})
-TURNS = Features(LEARNED | {"chat": Value("string"), "number": Value("int64"), "finished": Value("bool")})
+KEPT = Features(LEARNED | {"temperature": Value("float64")})
+TURNS = Features(KEPT | {"chat": Value("string"), "number": Value("int64"), "finished": Value("bool")})
 """Columns of conversations after some turns: a prompt that is to be answered, or a ``finished`` example. ``chat`` has
 messages and the template's variables as JSON where the assistant has several turns; with the seed ``number`` decides
 the answer."""
@@ -131,7 +134,7 @@ class Conversations:
     ) -> None:  # fmt: skip
         data, teacher = run.settings.data, run.settings.teacher
         self.run, self.ends, self.target, self.arrivals, self.check = run, ends, target, arrivals, check
-        self.chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if run.corpus.chat else None
+        self.chat = ChatFormat(run.tokenizer, data.system, data.args(), ends) if run.corpus.chat else None
         self.settings, self.longest = teacher.responses, data.max_length
         self.served = teacher.served and target is None
         self.count, self.empty, self.asked, self.lost = 0, 0, 0, Counter[str]()
@@ -160,8 +163,8 @@ class Conversations:
                 f"{title}: {self.empty} of {self.asked} are empty: look at what the target writes for these prompts "
                 f"(draftsmith decode generate), then delete {place} and run again"
             )
-        finished = (turn.select(np.flatnonzero(_column(turn, "finished"))).select_columns([*LEARNED]) for turn in turns)
-        made = _shared(file, LEARNED, (row for turn in finished for row in turn))
+        finished = (turn.select(np.flatnonzero(_column(turn, "finished"))).select_columns([*KEPT]) for turn in turns)
+        made = _shared(file, KEPT, (row for turn in finished for row in turn))
         for number in range(len(turns)) if ranks.is_first() else ():
             remove(place / f"turn-{number}.arrow")
         return made
@@ -171,12 +174,14 @@ class Conversations:
         texts, size = Examples.of(turn), None if self.served else GROUP * self.settings.batch_size
         budgets = np.clip(self.longest - texts.lengths, 0, self.settings.max_new_tokens)
         budgets[_column(turn, "finished")] = 0
-        writer = partial(self.writer, turn)
-        write_answers(self.run, answers, texts, _column(turn, "number"), budgets, writer, title, size)
+        numbers, own = _column(turn, "number"), _column(turn, "temperature")
+        for temperature in np.unique(own).tolist():
+            writer, asked = partial(self.writer, turn, temperature), np.where(own == temperature, budgets, 0)
+            write_answers(self.run, answers, texts, numbers, asked, writer, title, size)
 
-    def writer(self, turn: Dataset) -> Write:
-        """What answers the prompts of a turn."""
-        warp = LogitsWarper(self.settings.temperature, top_p=self.settings.top_p)
+    def writer(self, turn: Dataset, temperature: float) -> Write:
+        """What answers the prompts of a turn that have this temperature."""
+        warp = LogitsWarper(temperature, top_p=self.settings.top_p)
         seed, run = self.run.settings.seed, self.run
         if not self.served:
             model = run.frozen if self.target is None else self.target
@@ -208,7 +213,8 @@ class Conversations:
         for number, row in enumerate(rows.select_columns(["input_ids", "labels", "chat"]).select(begun)):
             prompt = prompt_part(row["input_ids"], row["labels"])
             unlearned = {"input_ids": prompt, "labels": [IGNORE] * len(prompt)}
-            yield row | unlearned | {"number": number, "finished": False}
+            temperature = in_turn(self.settings.temperature, number)
+            yield row | unlearned | {"number": number, "finished": False, "temperature": temperature}
 
     def following(self, turn: Dataset, answers: Kept) -> Iterator[Row]:
         """What the answers make of the prompts of a turn."""
@@ -246,14 +252,14 @@ class Conversations:
                 raise UnusableRow("because a tool's recorded result does not fit the call that the target wrote")
             if not content.strip():
                 raise UnusableRow("because an answer is empty")
-            chat = self.chat.of(variables)
+            chat = replace(self.chat, template_args=variables)
             (prompt,) = plain_ids(tokenizer, [chat.ask(chat.prepared(messages[: later[0]]))])
             if len(prompt) >= self.longest:
                 raise UnusableRow(f"because they are longer than data.max_length ({self.longest} tokens)")
         except UnusableRow as error:
             return [example], error.reason
         labels, length = [IGNORE] * len(prompt), len(example["input_ids"])
-        following = {"input_ids": prompt, "labels": labels, "number": number, "finished": False}
+        following = row | {"input_ids": prompt, "labels": labels, "number": number}
         following["chat"] = json.dumps([messages, variables], ensure_ascii=False)
         if prompt[:length] != example["input_ids"]:
             return [example, following], ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import make_head
 from huggingface_hub import constants, get_session
 from pairs import make_tokenizer, save_pair
 from peft import LoraConfig, get_peft_model
@@ -26,6 +27,7 @@ from decode.engines.check import weight_fingerprints
 from decode.errors import UserError
 from decode.models import open as opening
 from decode.models import sources
+from decode.models.heads.files import load_head, save_head
 from decode.models.open import (
     check_tokenizers,
     choose_device,
@@ -179,6 +181,21 @@ def test_a_shard_that_is_not_whole_is_named(content: int | bytes | None, tmp_pat
     for read in (tensors_in, partial(load_model, **CPU), partial(load_model, **CPU, wanted="$^")):
         with pytest.raises(UserError, match=words):
             read(tmp_path)
+
+
+def test_a_heads_files_are_read_by_the_same_rules(tmp_path: Path, tiny: Any) -> None:
+    target, file = tiny("llama"), tmp_path / "model.safetensors"
+    save_head(make_head(target, 3), tmp_path)
+    tensors = load_file(file)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"].to(FP8)}, file)
+    with pytest.raises(UserError, match=r"F8_E4M3 fc\.weight: a format that takes a scale"):
+        load_head(tmp_path, target)
+    save_file(tensors, tmp_path / "old.safetensors")  # of which nothing says that it belongs to the head
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] + 1}, file)
+    assert load_head(tmp_path, target).state_dict()["fc.weight"].equal(tensors["fc.weight"] + 1)
+    (tmp_path / sources.INDEX).write_text(json.dumps({"weight_map": {"fc.weight": "old.safetensors"}}))
+    with pytest.raises(UserError, match=r"holds model\.safetensors and old\.safetensors"):
+        load_head(tmp_path, target)
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off(monkeypatch) -> None:

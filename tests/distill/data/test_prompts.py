@@ -180,7 +180,7 @@ def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
         run = tiny_settings(tmp_path, target=target, name=name, data=settings(), **changes)
         run.data.train_examples, run.data.validation_examples, run.data.max_length = 16, 8, 128
         run.teacher.responses = ResponseSettings(source="target", max_new_tokens=12)
-        run.teacher.examples, run.training.steps, run.student.training.steps = None, 2, 2
+        run.teacher.examples, run.training.steps, run.student.training.steps = None, 3, 3
         return bench(run)
 
     return made

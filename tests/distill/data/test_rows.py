@@ -124,13 +124,13 @@ def test_a_row_teaches_the_same_in_every_format(tmp_path: Path, monkeypatch: pyt
     columns = {name: [pairs(row.get(name), kinds[name]) for row in rows] for name in kinds}
     maps = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in kinds.items()})
     texts = [
-        {name: json.dumps(value) if name != "messages" else [
+        {name: json.dumps(value) if name == "chat_template_kwargs" else [
             [(key, item if isinstance(item, str) else json.dumps(item)) for key, item in turn.items()] for turn in value
         ] for name, value in row.items()} for row in rows
     ]  # fmt: skip
     turns = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
     whole = pyarrow.Table.from_pylist(
-        texts, pyarrow.schema([(n, turns if n == "messages" else "string") for n in kinds])
+        texts, pyarrow.schema([(n, "string" if n == "chat_template_kwargs" else turns) for n in kinds])
     )
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "r.json").write_text(json.dumps(rows))
@@ -145,6 +145,7 @@ def test_a_row_teaches_the_same_in_every_format(tmp_path: Path, monkeypatch: pyt
     files = "r.json", "structs.parquet", "maps.parquet", "messages.parquet", "f.arrow", "s.arrow"
     plain = told(corpus(tmp_path / "r.jsonl"))
     assert len(plain) == 90
+    assert sum(prompt.startswith('<mood>good<tool>{"type": "function"') for prompt, _ in plain) == 30
     answers = [text for _, texts in plain for text in texts]
     assert '<call>sky {"unit": "c", "city": "Rome 7"}</s>' in answers
     assert '<think>hm</think><call>sky {"unit": "c", "day": "one"}</s>' in answers
@@ -172,10 +173,14 @@ CALLING = {"messages": [SKY, call({"b": 1, "a": 2})], "tools": TOOLS}
         ({"prompt": [ASK], "chosen": [SAY], "rejected": [SAY]}, {"messages": [ASK, SAY]}),
         ({"prompt": "Why #?", "chosen": [SAY], "rejected": [SAY]}, {"messages": [ASK, SAY]}),
         ({"prompt": [ASK], "completion": "So #."}, {"messages": [ASK, SAY]}),
+        (
+            {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [SAY], "non_preferred_output": [SAY]},
+            {"messages": [ASK, SAY], "tools": TOOLS},
+        ),
         ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, {"messages": [ASK, SAY]}),
         ({"messages": [ASK, SAY], "chosen": [ASK, SAY], "answer": "x"}, {"messages": [ASK, SAY]}),
         ({"prompt": "Why #?", "completion": "So #.", "tools": json.dumps([TOOL])}, {"messages": [ASK, SAY], "tools": TOOLS}),
-        ({"messages": [ASK, SAY], "functions": [json.dumps(TOOL)]}, {"messages": [ASK, SAY], "tools": TOOLS}),
+        ({"messages": [ASK, SAY], "functions": [TOOL | {"parameters": json.dumps(TOOL["parameters"])}]}, {"messages": [ASK, SAY], "tools": TOOLS}),
         ({"messages": [SKY, call('{"b": 1, "a": 2}')], "tools": TOOLS}, CALLING),
         ({"messages": [SKY, call(None) | {"tool_calls": [{"name": "sky", "arguments": {"b": 1, "a": 2}}]}], "tools": TOOLS}, CALLING),
         (

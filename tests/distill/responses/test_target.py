@@ -1,6 +1,7 @@
 """Texts that the target writes, here or on servers, and the draft's own: the same ones again after a kill."""
 
 import json
+import re
 import shutil
 import threading
 from functools import partial
@@ -99,6 +100,7 @@ def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> S
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
     settings = answering(folder, max_new_tokens=5, temperature=0.0)
     settings.teacher.examples, settings.target = None, given(folder / "model", model, tokenizer)
+    folder.mkdir(exist_ok=True)
     files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
     for split, path in files.items():
         rows = [[{"role": "user", "content": f"{split}{n}"}, *turns] for n in range(12 if split == "train" else 2)]
@@ -128,6 +130,30 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
         assert f"{second}</s><user>then?" in text
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
     assert answers_in(run) == written
+
+
+def test_of_lists_of_variables_and_temperatures_each_chat_has_its_own_in_all_turns(tmp_path, tiny) -> None:
+    asked = [SAID, {"role": "user", "content": "and?"}, SAID]
+    template = "{% for m in messages %}<{{ m.role }}{{ mood }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
+    template += "{% endfor %}{% if add_generation_prompt %}<assistant{{ mood }}>{% endif %}"
+    written, several = {}, [0.0, 1.0, 0.5]
+    for temperature in (1.0, 0.0, several):
+        settings = chatting(tmp_path / str(temperature), tiny, "as it was", *asked)
+        settings.data.chat_template, settings.data.template_args = template, [{"mood": "A"}, {"mood": "B"}]
+        settings.teacher.responses.temperature = temperature
+        run, _ = bench(settings)
+        run_stages(run, only=("target",))
+        rows, written[str(temperature)] = answered_texts(run)[0], answers_in(run)
+    moods = [re.findall("<(?:user|assistant)(A|B)>", run.tokenizer.decode(ids)) for ids in rows["input_ids"]]
+    assert {len({*each}) for each in moods} == {1}
+    assert {each[0] for each in moods} == {"A", "B"}
+    assert max(map(len, moods)) == 4
+    assert {*rows["temperature"]} == {*several}
+    own = written[str(several)]
+    for place, alone in enumerate(several[:2]):  # each as if all had its temperature
+        numbers = [number for number in own if number % 12 % 3 == place]
+        assert [own[number] for number in numbers] == [written[str(alone)][number] for number in numbers]
+    assert written["0.0"] != written["1.0"]
 
 
 def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> None:
