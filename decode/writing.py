@@ -25,7 +25,7 @@ from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
 from decode.models.fast.weights import FEW
-from decode.models.huggingface import arguments_of, cache_argument, facts_of, last_logits
+from decode.models.huggingface import HuggingFaceRunner, arguments_of, cache_argument, facts_of, last_logits
 
 GROUP = 4
 """Batches that are written from one queue where bits have to repeat: a waiting text takes the place of a finished one
@@ -75,7 +75,8 @@ def write_texts(
 ) -> list[Ids]:
     """Continue every prompt to an end-of-text token, which is the last one, or to its budget.
 
-    The hand-written forward decodes by the loop without a drafter, other models by batches of their own forward.
+    The hand-written forward decodes by the loop without a drafter, other models by batches of their own forward, but
+    for texts that cross their boundary (see `Model.boundary`), which they write by the loop too.
 
     Args:
         target: a causal language model, put into evaluation mode meanwhile, or an opened one.
@@ -121,12 +122,13 @@ def write_texts(
             opened = fast_if_equal(model, "on" if packed else "off")
         ends = [text.end for text in asked]
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], ends, batch_size)
-        if isinstance(opened, FastRunner):
-            for text, _ in run(opened, method, reversed(asked), rows):  # the longest first
+        fast = isinstance(opened, FastRunner)
+        if alone := [text for text in reversed(asked) if fast or text.crosses]:  # the longest first
+            for text, _ in run(opened or HuggingFaceRunner(model), method, alone, rows):
                 tell(bool(text.finish))
-        else:
-            for ended in _in_batches(model, asked, warp, rows):
-                tell(ended)
+        together = [text for text in asked if not (fast or text.crosses)]
+        for ended in _in_batches(model, together, warp, rows):
+            tell(ended)
     finally:
         model.train(training)
     return [texts[i].new_ids if i in texts else [] for i in range(len(prompts))]

@@ -90,6 +90,10 @@ class Model(ABC):
     dtype: torch.dtype  # of its weights and hidden states
     vocab_size: int  # ids that it reads, and columns of its logits unless it has `columns`
     limit: int  # positions of its context
+    limit_reason: str = ""  # why it is less than the model's own; empty where it is not
+    # positions behind which all of a longer text's keys are rotated otherwise (LongRoPE), so that they are read anew as
+    # the text crosses it; -1: nowhere
+    boundary: int = -1
     model: Any = None  # the Hugging Face model, or None
     weight_bytes: int = 0  # of weights that reading one token takes; 0 where that is unknown
     cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown

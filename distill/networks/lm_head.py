@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from decode.errors import UserError
 from decode.models.heads.eagle import finish_of, finished, some_outputs
+from decode.models.huggingface import rotated_alone
 from distill.networks.layers import probe_ids
 
 IMPOSSIBLE = 40.0  # what logits of ids that are no candidates are lowered by, so that divergences stay finite
@@ -111,7 +112,7 @@ def one_text_a_row() -> Iterator[None]:
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor, **inputs: Tensor) -> Tensor:
     """Return the last hidden states after the final norm at some ``places [rows]`` among all of a batch's positions."""
-    with one_text_a_row():
+    with one_text_a_row(), rotated_alone(model, places):
         hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, places)
 

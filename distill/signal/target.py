@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead, draft_ids
+from decode.models.huggingface import rotated_alone
 from distill.data.dataset import FEATURES, PLACES, Batch
 from distill.engine.check import FIRST, AnswerCheck
 from distill.kept import Shapes
@@ -42,7 +43,8 @@ def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> 
     # not the draft's precision: the target computes in its own
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         count = int(model.config.get_text_config().num_hidden_layers)
-        with one_text_a_row(), entering(model, [layer for layer in layers if layer < count]) as states:
+        read = entering(model, [layer for layer in layers if layer < count])
+        with one_text_a_row(), rotated_alone(model, places), read as states:
             last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         features = torch.cat([states.get(layer, last) for layer in layers], -1) if layers else None
         return last.flatten(0, 1).index_select(0, places), features

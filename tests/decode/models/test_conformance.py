@@ -21,7 +21,7 @@ from architectures import (
     opened,
     table,
 )
-from families import VOCAB
+from families import VOCAB, resembling
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from peft import LoraConfig, get_peft_model
 from reading import Reader
@@ -31,15 +31,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
+from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
-from decode.models import huggingface
+from decode.models import api, huggingface
 from decode.models.api import Model, Read
 from decode.models.check import TOLERANCE, compare, open_runner, shorten_windows, twin_of
 from decode.models.fast import layout
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.huggingface import HuggingFaceRunner
+from decode.writing import draws_of_loop, write_texts
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]
@@ -76,26 +78,43 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
         packed = open_runner(model, pack="on")
         packed.network.first_qkv = None  # as where they would take too much memory
         runners += [packed, open_runner(model, fast=False)]
-    new = min(NEW, runners[0].limit + 1 - max(map(len, PROMPTS)))
     ways = ["empty", "alternating", "wrong"] + ["tree"] * (name not in NO_TREES)
-    ways += ["overlong"] * (new == NEW)  # longrope's context ends at its boundary, behind which nothing may be read
+    ways += ["overlong"] * (runners[0].boundary < 0)  # drafters draft no more than they are asked for
     for runner in runners:
-        for prompt, written in zip(PROMPTS, texts_of(name)):
-            text = written[: len(prompt) + new]
+        for prompt, text in zip(PROMPTS, texts_of(name)):
             for way in ways:
-                rounds = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, new)
+                rounds = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
                 assert (sum(r.accepted for r in rounds) > 3) == (way not in ("empty", "wrong"))
             if name not in NO_TREES:
                 system = Method("random", RandomTree(VOCAB, nodes=20), StopRule())
-                assert_decodes(runner, system, text, prompt, new)
+                assert_decodes(runner, system, text, prompt, NEW)
 
 
-def test_a_context_ends_where_longrope_would_rotate_all_keys_anew() -> None:
+@pytest.mark.parametrize("piece", [4, 512])
+def test_a_text_that_crosses_the_boundary_of_longrope_is_read_anew_as_generate_does(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts end before, at and behind the boundary of 16 tokens; texts end there and long after it."""
+    monkeypatch.setattr(api, "PIECE", piece)
     model = model_of("Phi-3, rope longrope")
-    runner = open_runner(model)
-    assert (runner.limit, model.config.max_position_embeddings) == (16, 64)
-    text = decode(runner, Method("", NoDrafter(), StopRule()), GREEDY, PROMPTS[0], max_new_tokens=NEW)
-    assert (len(text.ids), text.finish) == (17, "context")
+    runner, draft = open_runner(model), open_runner(resembling(model, 0.1))
+    assert (runner.limit, runner.boundary) == (64, 16)
+    prompts = [[(5 * i + 3) % VOCAB for i in range(length)] for length in (5, 15, 16, 17, 18, 40)]
+    texts = [generate(model, prompt, 24) for prompt in prompts]
+    for prompt, text in zip(prompts, texts, strict=True):
+        for drafter in (*(Oracle(text, way, VOCAB) for way in ("tree", "perfect")), ModelDrafter(draft, GREEDY, VOCAB)):
+            assert_decodes(runner, Method("", drafter, StopRule()), text, prompt, 24)
+    for new in (24, 3):  # of the latter the first text does not cross
+        written = write_texts(model, prompts, GREEDY, budgets=new, stop_ids=(), draws=draws_of_loop(0))
+        assert [prompt + more for prompt, more in zip(prompts, written)] == [text[: new - 24 or None] for text in texts]
+
+
+def test_a_limit_of_this_package_says_so() -> None:
+    """Behind its context a dynamic rope goes on in transformers, with other frequencies for each token."""
+    runner = open_runner(model_of("Llama, rope dynamic"))
+    with pytest.raises(UserError, match="the target's context holds 64, behind which its rope_type dynamic rotates"):
+        decode(runner, Method("", NoDrafter(), StopRule()), GREEDY, [1] * 65)
+    assert not open_runner(model_of("Llama")).limit_reason
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -1,18 +1,23 @@
 """What the target says of a batch, computed beside the draft or kept on disk: the right values, never stale ones."""
 
+import copy
 import weakref
+from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from families import VOCAB, build_architecture
 from plain_losses import distributions
 from some_rows import everything, scratch, some_rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.data.dataset import Examples, label_mask
+from distill.data.dataset import PLACES, Examples, label_mask
 from distill.losses.divergences import TargetRows
 from distill.networks.layers import decoder_layers, final_norm, state_of
+from distill.networks.lm_head import last_hidden
 from distill.signal.kept import keep_columns, size_of
 from distill.signal.target import HIDDEN, Signal, read_states
 from distill.stages import mean_tail
@@ -70,6 +75,25 @@ def test_a_forward_holds_no_states_but_those_that_a_head_reads(tiny) -> None:
         out = model.model(batch["input_ids"], output_hidden_states=True)
     assert torch.equal(features, torch.cat([out.hidden_states[2], out.hidden_states[5]], -1))
     assert torch.equal(hidden, out.last_hidden_state[label_mask(batch["labels"])])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "field"), [("Phi-3", "original_max_position_embeddings"), ("Llama", "max_position_embeddings")]
+)
+def test_states_of_a_text_do_not_depend_on_a_longer_neighbour(name: str, field: str) -> None:
+    """LongRoPE and dynamic ropes choose their frequencies by the longest text of a batch, the latter of all so far."""
+    model = build_architecture(f"{name}, rope {'longrope' if name == 'Phi-3' else 'dynamic'}", **{field: 16})
+    texts = [[(5 * i + length) % VOCAB for i in range(length)] for length in (40, 5, 16, 17, 18, 30)]
+    examples = Examples.of(Dataset.from_dict({"input_ids": texts, "labels": texts}))
+    batch = examples.batch(np.arange(len(texts)))
+    fresh, (hidden, features) = copy.deepcopy(model), read_states(model, [1], batch)
+    ends = [0, *accumulate(len(text) - 1 for text in texts)]
+    for i, (text, begin, end) in enumerate(zip(texts, ends, ends[1:])):
+        alone = copy.deepcopy(fresh).model(torch.tensor([text[:-1]]), output_hidden_states=True)
+        torch.testing.assert_close(hidden[begin:end], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(features[i, : len(text) - 1], alone.hidden_states[1][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(last_hidden(model, batch["input_ids"], batch[PLACES]), hidden)
 
 
 def test_kept_states_take_the_bytes_that_are_announced_and_bfloat16_keeps_a_model_s_own(tiny) -> None:
