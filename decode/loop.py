@@ -86,7 +86,8 @@ class Text:
         self.history = History(self.ids)
         self.budget = len(prompt) + max_new_tokens
         # the last generated token is never read, so the text may be one longer than the context
-        self.end, self.boundary = min(self.budget, target.limit + 1), target.boundary
+        self.long = len(prompt) > target.boundary
+        self.end = min(self.budget, (target.limit if self.long else target.boundary) + 1)
         self.cache: Any = None
         self.state: Any = None
         self.rounds: list[Round] = []
@@ -98,8 +99,10 @@ class Text:
         elif max_new_tokens < 1:
             error = f"max_new_tokens is {max_new_tokens}; it has to be at least 1"
         elif len(prompt) > target.limit:
-            room = f"{target.limit}{target.limit_reason}"
-            error = f"the prompt has {len(prompt)} tokens, the target's context holds {room}; shorten it"
+            error = (
+                f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}"
+                f"{target.limit_reason}; shorten it"
+            )
         self.error = UserError(error) if error else None
 
     @property
@@ -108,15 +111,9 @@ class Text:
         return self.ids[self.prompt_length :]
 
     @property
-    def crosses(self) -> bool:
-        """Whether it may be read behind the target's boundary."""
-        return -1 < self.boundary < self.end - 1
-
-    @property
     def remaining(self) -> int:
-        """Tokens that may be drafted: one is left for the correction or bonus, and none crosses the boundary."""
-        room, before = self.end - len(self.ids) - 1, self.boundary - len(self.ids)
-        return max(0, min(room, before)) if before >= -1 else room
+        """Tokens that may be drafted: one is left for the correction or the bonus."""
+        return self.end - len(self.ids) - 1
 
     def start(self, target: Model, method: Method) -> None:
         """Open the caches and read the prompt, all but its pending token.

@@ -25,7 +25,7 @@ from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
 from decode.models.fast.weights import FEW
-from decode.models.huggingface import HuggingFaceRunner, arguments_of, cache_argument, facts_of, last_logits
+from decode.models.huggingface import arguments_of, cache_argument, facts_of, last_logits
 
 GROUP = 4
 """Batches that are written from one queue where bits have to repeat: a waiting text takes the place of a finished one
@@ -75,8 +75,7 @@ def write_texts(
 ) -> list[Ids]:
     """Continue every prompt to an end-of-text token, which is the last one, or to its budget.
 
-    The hand-written forward decodes by the loop without a drafter, other models by batches of their own forward, but
-    for texts that cross their boundary (see `Model.boundary`), which they write by the loop too.
+    The hand-written forward decodes by the loop without a drafter, other models by batches of their own forward.
 
     Args:
         target: a causal language model, put into evaluation mode meanwhile, or an opened one.
@@ -122,13 +121,12 @@ def write_texts(
             opened = fast_if_equal(model, "on" if packed else "off")
         ends = [text.end for text in asked]
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], ends, batch_size)
-        fast = isinstance(opened, FastRunner)
-        if alone := [text for text in reversed(asked) if fast or text.crosses]:  # the longest first
-            for text, _ in run(opened or HuggingFaceRunner(model), method, alone, rows):
+        if isinstance(opened, FastRunner):
+            for text, _ in run(opened, method, reversed(asked), rows):  # the longest first
                 tell(bool(text.finish))
-        together = [text for text in asked if not (fast or text.crosses)]
-        for ended in _in_batches(model, together, warp, rows):
-            tell(ended)
+        else:
+            for ended in _in_batches(model, asked, warp, rows):
+                tell(ended)
     finally:
         model.train(training)
     return [texts[i].new_ids if i in texts else [] for i in range(len(prompts))]
@@ -142,8 +140,8 @@ def _in_batches(model: PreTrainedModel, texts: list[Text], warp: LogitsWarper, r
         After each token the number of texts that it ended.
     """
     unpadded = "position_ids" not in arguments_of(model) or model.config.model_type in UNPADDED
-    by_length = groupby(texts, lambda text: text.prompt_length)
-    groups = [list(group) for _, group in by_length] if unpadded else [texts]
+    alike = groupby(texts, lambda text: (text.long, unpadded and text.prompt_length))
+    groups = [list(group) for _, group in alike]
     cache_name, device = cache_argument(model), model.get_input_embeddings().weight.device
     for live in (group[at : at + rows] for group in groups for at in range(0, len(group), rows)):
         cache = DynamicCache(config=model.config)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from decode.errors import UserError
+from decode.models.huggingface import limit_reason
 from decode.models.open import load_model, stop_ids
 from distill import ranks
 from distill.config.base import refuse
@@ -121,8 +122,8 @@ def _check_models(run: Run) -> None:
         if positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
-                f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
-                f"{positions}, or raise it"
+                f"{key} is {positions} tokens{limit_reason(text_config)}, and the longest example may have {longest}: "
+                f"lower data.max_length to {positions}, or raise it"
             )
     if settings.student.draft.head:
         settings.student.draft.check_target(empty_model(settings.target, vocab))

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from decode.core.draft import Ids
 from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError
-from decode.models.huggingface import moving_ropes
 from decode.progress import current
 from distill.engine.states import StateFiles
 from distill.networks.layers import check_structure, final_norm
@@ -107,9 +106,8 @@ def collect(
     width = int(model.config.get_text_config().hidden_size)
     most = max(1, MOST // (len(order) * len(exits) * width)) if sample else None
     parts: list[tuple[Tensor, ...]] = []
-    most_tokens = 0 if moving_ropes(model) else TOKENS
     while order:
-        chosen = order[: max(1, most_tokens // len(texts[order[-1]][0]))]
+        chosen = order[: max(1, TOKENS // len(texts[order[-1]][0]))]
         generator = torch.Generator().manual_seed((seed * 1_000_003 + len(order)) % (1 << 63))
         order = order[len(chosen) :]
         last, states = read([texts[i][0][:-1] for i in chosen], exits)

@@ -90,10 +90,8 @@ class Model(ABC):
     dtype: torch.dtype  # of its weights and hidden states
     vocab_size: int  # ids that it reads, and columns of its logits unless it has `columns`
     limit: int  # positions of its context
-    limit_reason: str = ""  # why it is less than the model's own; empty where it is not
-    # positions behind which all of a longer text's keys are rotated otherwise (LongRoPE), so that they are read anew as
-    # the text crosses it; -1: nowhere
-    boundary: int = -1
+    limit_reason: str = ""  # why texts end there, or at the boundary, and the model itself goes on
+    boundary: int = 0  # positions of a text whose prompt is no longer: LongRoPE rotates longer ones by other factors
     model: Any = None  # the Hugging Face model, or None
     weight_bytes: int = 0  # of weights that reading one token takes; 0 where that is unknown
     cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown
@@ -155,11 +153,15 @@ def read_prompt(
 
     `each` is given the captured states ``[tokens, captured layers · width]`` of every piece, if any.
     """
-    for at in range(0, len(ids), PIECE):
-        tokens = upload(ids[at : at + PIECE], model.device)
+    # a forward's last position decides how LongRoPE rotates it: where a longer text begins, one behind the boundary
+    piece, more = max(PIECE, model.boundary + 1), ids[:1] * (len(ids) == model.boundary)
+    for at in range(0, len(ids), piece):
+        tokens = upload([*ids[at : at + piece], *more], model.device)
         out = model.forward([Read(cache, tokens)], capture=capture, last=0)
         if each is not None and out.captured is not None:
-            each(out.captured)
+            each(out.captured[: len(ids)])
+    if more:
+        cache.truncate(len(ids))
 
 
 def synchronize(device: torch.device) -> None:

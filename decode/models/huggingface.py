@@ -3,7 +3,7 @@
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -99,8 +99,6 @@ class RollbackCache(TransformersCache, Cache):
         length: positions held; an interrupted forward may have left more in some layers.
         read: positions whose keys, values and states the layers hold; fewer than `length` after some rollbacks.
         recurrent: layers with a state.
-        boundary: see `Model.boundary`.
-        long: the keys are rotated as those of a text that reaches behind it.
 
     Raises:
         NotImplementedError: layers that are not known here.
@@ -110,7 +108,6 @@ class RollbackCache(TransformersCache, Cache):
         TransformersCache.__init__(self, layers=list(map(_rolling, DynamicCache(config=config).layers)))
         self.recurrent = [layer for layer in self.layers if _states(layer)]
         self.length = self.read = self._saved_at = 0
-        self.boundary, self.long = boundary_of(config), False
         self._ids, self._saved = torch.empty(0, dtype=torch.long), list[States]()
 
     @property
@@ -118,12 +115,9 @@ class RollbackCache(TransformersCache, Cache):
         """Tokens that a rollback left to be read again, ``[n]``."""
         return self._ids[self.read : self.length]
 
-    def begin(self, tokens: Tensor, end: int) -> None:
-        """Prepare for a forward that appends ``tokens [n]``, whose last position is before `end`, behind `unread`."""
-        if (long := end > self.boundary >= 0) != self.long:
-            self.long, self._saved_at = long, 0
-            self.rewind(0)
-        if not self.recurrent and self.boundary < 0:
+    def begin(self, tokens: Tensor) -> None:
+        """Prepare for a forward that appends ``tokens [n]`` behind `unread`."""
+        if not self.recurrent:
             return
         if len(tokens) > 1:
             self.save()
@@ -170,8 +164,6 @@ class RollbackCache(TransformersCache, Cache):
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
         index = torch.tensor(slots)
-        if self.boundary >= 0:
-            self._ids[base : base + len(slots)] = self._ids[slots]
         for layer in self.layers:
             for states in layer.memory.values() if isinstance(layer, RollbackLayer) else ():
                 index = index.to(states.device)  # layers may stand on several devices
@@ -365,9 +357,8 @@ class HuggingFaceRunner(Model):
     def _append(self, read: Read, capture: Capture, last: int | None) -> Out:
         """Read the unread tokens and these; the output has rows of these."""
         cache, tokens, tree = read.cache, read.tokens, read.tree
-        n, rows = len(tokens), len(tokens) if last is None else last
-        cache.begin(tokens, cache.length + (n if tree is None else 1 + tree.depth))
-        past = cache.read
+        n, past, rows = len(tokens), cache.read, len(tokens) if last is None else last
+        cache.begin(tokens)
         feed = torch.cat([cache.unread, tokens]) if past < cache.length else tokens
         extra = {"use_cache": True, "output_hidden_states": states_of(capture), self._cache_argument: cache}
         if "logits_to_keep" in self._arguments:
@@ -413,14 +404,11 @@ def facts_of(model: PreTrainedModel) -> Fields:
         "dtype": model.dtype,
         "vocab_size": len(head.weight),
         "limit": context_of(config),
+        "limit_reason": limit_reason(config),
         "boundary": boundary_of(config),
-        "limit_reason": DYNAMIC * any(rope.get("rope_type") == "dynamic" for rope in rotations(config)),
         "weight_bytes": sum(p.nbytes for p in model.parameters()) - unread,
         "cache_bytes_per_token": 2 * cached * model.dtype.itemsize,
     }
-
-
-DYNAMIC = ", behind which its rope_type dynamic rotates all keys anew with each token, which is not done here"
 
 
 def context_of(config: Any) -> int:
@@ -431,42 +419,25 @@ def context_of(config: Any) -> int:
 def boundary_of(config: Any) -> int:
     """See `Model.boundary`."""
     long = (rope for rope in rotations(config) if rope.get("rope_type") == "longrope")
-    return next((rope["original_max_position_embeddings"] for rope in long), -1)
+    return next((rope["original_max_position_embeddings"] for rope in long), 0)
+
+
+REASONS = {
+    "dynamic": ", behind which its rope_type dynamic rotates all keys anew with each token, which is not done here",
+    "longrope": ", but texts whose prompt is no longer than original_max_position_embeddings end there, since its "
+    "rope_type longrope would rotate all keys anew, which is not done here",
+}
+
+
+def limit_reason(config: Any) -> str:
+    """See `Model.limit_reason`."""
+    return REASONS.get(rotations(config)[0].get("rope_type"), "")
 
 
 def rotations(config: Any) -> list[Fields]:
     """The settings of a model's rotation, or of the one of each kind of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
-
-
-def moving_ropes(model: torch.nn.Module) -> list[Any]:
-    """The modules whose frequencies depend on the largest position of a batch."""
-    return [part for part in model.modules() if getattr(part, "rope_type", None) in ("longrope", "dynamic")]
-
-
-@contextmanager
-def rotated_alone(model: torch.nn.Module, places: Tensor) -> Iterator[None]:
-    """Within it, a model's forwards rotate each text of a batch as where it is read alone (see `moving_ropes`).
-
-    Args:
-        model: of any family.
-        places: what is used of the output, among all positions of the batch; a text ends with its last one.
-    """
-
-    def alone(rope: Any, args: tuple[Tensor, ...], more: dict[str, Tensor], _: Any) -> Any:
-        x, positions = *args, *more.values()
-        rows, made = positions.expand(len(x), -1), []
-        ends = rows[:, 0].scatter_reduce(0, places // x.shape[1], rows.flatten()[places], "amax")
-        for row, end in zip(rows, ends):
-            rope.max_seq_len_cached = 0  # dynamic ropes keep the frequencies of the longest text so far
-            made.append(rope.forward(x[:1], row.clamp(max=end)[None]))
-        return tuple(map(torch.cat, zip(*made)))
-
-    with ExitStack() as hooks:
-        for rope in moving_ropes(model):
-            hooks.enter_context(rope.register_forward_hook(alone, with_kwargs=True))
-        yield
 
 
 def arguments_of(model: PreTrainedModel) -> set[str]:

@@ -16,7 +16,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, FeatureHead, draft_ids, finish_of, finished, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
-from decode.models.huggingface import mask_of, masked, moving_ropes, slots_of, states_of
+from decode.models.huggingface import mask_of, masked, slots_of, states_of
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
 TOKENS = 4096  # most tokens of a forward, unless one text has more
@@ -59,7 +59,7 @@ def teacher_forced(
     shorter, vocab = list(shorter), len(target.get_output_embeddings().weight)
     heads = {name: draft for name, draft in drafts.items() if isinstance(draft, DraftHead)}
     layers = {layer for head in heads.values() for layer in head.captured_layers}
-    for numbers in _groups(texts, 0 if any(map(moving_ropes, [target, *drafts.values()])) else TOKENS):
+    for numbers in _groups(texts, TOKENS):
         tokens = pad_sequence([torch.tensor(list(texts[i][0])) for i in numbers], batch_first=True).to(target.device)
         (hidden, logits), captured = _states(target, tokens, layers)
         read: dict[str, list[States]] = {}  # by depth

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel, masking_utils
 
 from decode.errors import UserError
 from decode.models.heads.eagle import finish_of, finished, some_outputs
-from decode.models.huggingface import rotated_alone
 from distill.networks.layers import probe_ids
 
 IMPOSSIBLE = 40.0  # what logits of ids that are no candidates are lowered by, so that divergences stay finite
@@ -99,8 +99,29 @@ class LMHead(nn.Module):
 
 
 @contextmanager
-def one_text_a_row() -> Iterator[None]:
-    """Let transformers not look for several texts in a row: their search lets the host wait for the device."""
+def one_text_a_row(model: nn.Module, places: Tensor) -> Iterator[None]:
+    """Within it, a model reads texts that begin their rows as where each is read alone.
+
+    The rotations of LongRoPE and dynamic ropes do not depend on the longest text of a batch. transformers does not look
+    for several texts in a row: its search lets the host wait for the device.
+
+    Args:
+        model: of any family.
+        places: what is used of the output, among all positions of the batch: a text ends with its last one.
+    """
+
+    def alone(rope: Any, args: tuple[Tensor], more: dict[str, Tensor], _: Any) -> Any:
+        x, positions = *args, *more.values()
+        rows = positions.expand(len(x), -1)
+        ends = rows[:, 0].scatter_reduce(0, places // rows.shape[1], rows.flatten()[places], "amax")
+        parts = [rope.forward(x[:1], row[None]) for row in rows.minimum(ends[:, None])]
+        return tuple(map(torch.cat, zip(*parts)))
+
+    hooks = [
+        part.register_forward_hook(alone, with_kwargs=True)
+        for part in model.modules()
+        if getattr(part, "rope_type", None) in ("longrope", "dynamic")
+    ]
     search = "find_packed_sequence_indices"
     original = getattr(masking_utils, search, None)
     setattr(masking_utils, search, lambda position_ids: None)
@@ -108,11 +129,13 @@ def one_text_a_row() -> Iterator[None]:
         yield
     finally:
         setattr(masking_utils, search, original)
+        for hook in hooks:
+            hook.remove()
 
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor, **inputs: Tensor) -> Tensor:
     """Return the last hidden states after the final norm at some ``places [rows]`` among all of a batch's positions."""
-    with one_text_a_row(), rotated_alone(model, places):
+    with one_text_a_row(model, places):
         hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, places)
 

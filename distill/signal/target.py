@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead, draft_ids
-from decode.models.huggingface import rotated_alone
 from distill.data.dataset import FEATURES, PLACES, Batch
 from distill.engine.check import FIRST, AnswerCheck
 from distill.kept import Shapes
@@ -44,7 +43,7 @@ def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> 
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         count = int(model.config.get_text_config().num_hidden_layers)
         read = entering(model, [layer for layer in layers if layer < count])
-        with one_text_a_row(), rotated_alone(model, places), read as states:
+        with one_text_a_row(model, places), read as states:
             last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         features = torch.cat([states.get(layer, last) for layer in layers], -1) if layers else None
         return last.flatten(0, 1).index_select(0, places), features
