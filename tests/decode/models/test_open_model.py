@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import time
 from functools import partial
@@ -27,7 +28,16 @@ from decode.errors import UserError
 from decode.models import open as opening
 from decode.models import sources
 from decode.models.heads.files import load_head, save_head
-from decode.models.open import choose_device, choose_dtype, load_config, load_model, load_tokenizer, open_draft
+from decode.models.open import (
+    check_tokenizers,
+    choose_device,
+    choose_dtype,
+    load,
+    load_config,
+    load_model,
+    load_tokenizer,
+    open_draft,
+)
 from decode.models.sources import tensors_in
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -196,11 +206,11 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
     session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
     monkeypatch.setattr(sources, "get_session", lambda: session)
     began = time.monotonic()
-    for load in (partial(load_model, **CPU), load_tokenizer, load_config):
+    for reads in (partial(load_model, **CPU), load_tokenizer, load_config):
         with pytest.raises(
             UserError, match=r"^cannot load the \w+ 'some/name@v1': .*; it is no folder .* does not answer: "
         ):
-            load("some/name@v1")
+            reads("some/name@v1")
     assert time.monotonic() - began < 10  # huggingface_hub alone takes 23 s for each
     assert len(asked) == 1
     assert constants.HF_HUB_OFFLINE is False
@@ -255,6 +265,23 @@ def test_a_drafts_tokenizer_that_cannot_be_read_is_an_error_and_not_left_uncheck
     (folder / "draft" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         open_draft(folder / "draft", target, make_tokenizer())
+
+
+def test_renamed_added_tokens_open_with_a_line_and_plain_ones_are_refused() -> None:
+    """As a fine-tuned model renames a reserved token."""
+    target, draft = (byte_level(special=("<pad>", name, "</end>")) for name in ("<tool_call>", "<|reserved_0|>"))
+    with pytest.warns(UserWarning, match=r"names added tokens otherwise: id 1 is '<tool_call>' and '<\|reserved_0\|>'"):
+        check_tokenizers(target, draft)
+    with pytest.raises(UserError, match="is not the target's: id 1 is '<tool_call>' and '!'"):
+        check_tokenizers(target, byte_level(special=("</end>",)))
+
+
+def test_a_draft_of_weights_that_are_not_numbers_is_named(folder: Path) -> None:
+    model = load_model(folder / "draft", **CPU)
+    torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
+    model.save_pretrained(folder / "draft")
+    with pytest.raises(UserError, match=f"{folder}/draft gives logits that are not finite"):
+        _ = load(folder / "target", folder / "draft", device="cpu").draft_runner
 
 
 def test_a_draft_of_another_tokenizer_is_refused_with_who_takes_it(folder: Path) -> None:
