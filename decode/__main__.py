@@ -1,4 +1,4 @@
-"""``python -m decode``: generate, compare, profile, check in engines, and build the stores of retrieval drafters."""
+"""``draftsmith decode``: generate, compare, profile, check in engines, and build the stores of retrieval drafters."""
 
 import pkgutil
 import sys
@@ -40,8 +40,8 @@ def _run(argv: list[str]) -> None:
     if name in ("", "-h", "--help", "help"):
         firsts = {key: command["about"].split(". ")[0].rstrip(".") for key, command in COMMANDS.items()}
         lines = [f"  {key:<16} {text}." for key, text in (firsts | {"methods": "List the decoding methods"}).items()]
-        print("usage: python -m decode COMMAND [options]", "", "commands:", *lines, sep="\n")
-        return print("\npython -m decode COMMAND --help lists a command's options with their defaults and examples.")
+        print("usage: draftsmith decode COMMAND [options]", "", "commands:", *lines, sep="\n")
+        return print("\ndraftsmith decode COMMAND --help lists a command's options with their defaults and examples.")
     if name == "methods":
         return _list_methods()
     command = choose("command", name, COMMANDS | {"methods": {}})
@@ -51,7 +51,7 @@ def _run(argv: list[str]) -> None:
     if name == "bench":
         settings = bench_settings(rest, about, examples)
     else:
-        settings = parse(pkgutil.resolve_name(command["settings"]), rest, f"python -m decode {name}", about, examples)
+        settings = parse(pkgutil.resolve_name(command["settings"]), rest, f"draftsmith decode {name}", about, examples)
     pkgutil.resolve_name(command["run"])(settings)
 
 

@@ -51,15 +51,37 @@ def whole_rows(rows: Iterable[Fields], say: Callable[[str], object]) -> Iterator
         say(f"{len(dropped)} row{'s' * (len(dropped) > 1)} {DROPPED} (row {dropped[0]})")
 
 
-def columnar_row(row: Fields) -> Fields:
-    """A row of a columnar format, which gives every object the keys of all others as nulls, without these nulls."""
-    return {key: _without_nulls(value) for key, value in row.items()}
+def columnar_rows(tables: Iterable[Any]) -> Iterator[Fields]:
+    """The rows of Arrow's tables or batches as JSON has them.
+
+    A struct has the keys of all others as nulls, which are left out; a map is an object, and a JSON column its value.
+    """
+    for table in tables:
+        kinds = {column.name: column.type for column in table.schema}
+        for row in table.to_pylist():
+            yield {name: _plain(value, kinds[name]) for name, value in row.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _plain(value: Any, kind: Any) -> Any:
+    if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+        return {part.name: _plain(value[part.name], part.type) for part in kind if value[part.name] is not None}
+    if isinstance(value, list):
+        if hasattr(kind, "item_type"):  # a map's pairs
+            return {str(key): _plain(item, kind.item_type) for key, item in value}
+        return [_plain(item, getattr(kind, "value_type", None)) for item in value]
+    return value
+
+
+def arrow_batches(path: Path) -> list[Any]:
+    """The batches of an Arrow file, or of a stream, as `datasets` writes it."""
+    import pyarrow
+
+    file = pyarrow.memory_map(str(path))
+    opened = pyarrow.ipc.open_file if file.read(6) == b"ARROW1" else pyarrow.ipc.open_stream
+    file.seek(0)
+    return opened(file).read_all().to_batches(1000)
 
 
 def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:

@@ -317,8 +317,8 @@ RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
     "adasd-a": lambda options, greedy: JensenShannon("a", unwarped=greedy),
     "adasd-b": lambda options, greedy: JensenShannon("b", unwarped=greedy),
     "adasd-c": lambda options, greedy: JensenShannon("c", unwarped=greedy),
-    "fuzzy": lambda options, greedy: Fuzzy(options.fuzzy_threshold),
-    "typical": lambda options, greedy: Typical(options.typical_epsilon, options.typical_delta),
+    "fuzzy": lambda options, greedy: Fuzzy(),
+    "typical": lambda options, greedy: Typical(),
 }
 """Acceptance rules, made from the options and whether decoding is greedy; so is ``module.Class`` of the user's."""
 
@@ -357,17 +357,17 @@ def refusal(method: str, parts: Parts) -> str:
         wanted = "a model or a head" if kind.drafts == ANY else " or ".join(map(DRAFTS.__getitem__, kind.drafts))
         config = {"eagle": "quickstart-eagle", "block": "quickstart-dspark"}.get(kind.drafts[0], "quickstart")
         other = f", and {parts.name} is {DRAFTS[parts.draft]}" if parts.draft else ""
-        train = f"(a folder or hub name; train one: python -m distill --config configs/{config}.yaml)"
+        train = f"(a folder or hub name; train one: draftsmith distill --config configs/{config}.yaml)"
         return f"{method} drafts with {wanted}{other}; give one with --draft {train}"
     if kind.store and not parts.datastore:
-        build_one = "build one with python -m decode datastore build"
+        build_one = "build one with draftsmith decode datastore build"
         return f"{method} drafts from a datastore folder; {build_one} and give it with --datastore DIR"
     if (rule := options.stop_rule or options.rule) and method in UNJUDGED:
         return f"{rule} is a rule for drafts of this decoder, and {method} drafts none; give --draft D, or leave it out"
     if method in BASELINES:
         return ""
     stop, rule = options.stop_rule or own_stop, options.rule or own_rule
-    named("stop rule", stop, STOPS | PROBE_STOPS)
+    choose("stop rule", stop, STOPS | PROBE_STOPS)
     acceptance = named("acceptance rule", rule, RULES)(options, True)
     if stop in PROBES and options.probes is None:
         return f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}"
@@ -411,7 +411,7 @@ def build(method: str, inputs: MethodInputs) -> Method:
         if options.exit_layer in (None, advice.get("exit_layer")):  # thresholds belong to their layer
             missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
             inputs = replace(inputs, options=(options := replace(options, **missing)))
-    stop_rule, lengths = named("stop rule", stop, STOPS | PROBE_STOPS)(inputs), None
+    stop_rule, lengths = (STOPS | PROBE_STOPS)[stop](inputs), None
     weighed = stop == "cost-optimal"
     if kind.priced and (options.never_slower or weighed):
         lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=weighed)

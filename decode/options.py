@@ -9,9 +9,9 @@ once.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
 from jsonargparse.typing import (
@@ -25,7 +25,7 @@ from jsonargparse.typing import (
 
 from decode.errors import UserError, choose
 from decode.files import Fields
-from decode.incoming import read_yaml
+from decode.incoming import read_yaml, text_lines
 
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
 
@@ -134,15 +134,57 @@ def with_plain_numbers(value: Any) -> Any:
     return value
 
 
+def in_turn(value: Any, number: int) -> Any:
+    """The value of a setting for the prompt of this number: of a list each prompt takes one, in turn."""
+    return value[number % len(value)] if isinstance(value, list) else value
+
+
+@dataclass
+class ChatSettings:
+    """What shapes a prompt besides its words. A draft keeps that of its training, and commands follow it."""
+
+    chat: Literal["auto"] | bool | None = None
+    """Put prompts and pairs into the chat template; in suites with several turns, later ones follow the target's own
+    greedy answers. auto or null: in commands as the draft was trained, else where the tokenizer has one; false: plain
+    text."""
+    chat_template: str | None = None
+    """Jinja template of chats, or a file with one. null: in commands that of the draft's training, else the
+    tokenizer's."""
+    system: str | None = None
+    """System message of chats without one. null: in commands that of the draft's training, else what the template
+    writes."""
+    template_args: Fields | list[Fields] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}. Of a list each prompt of a training takes one,
+    in turn, and commands take the first. {}: in commands those of the draft's training."""
+
+    def template(self) -> str | None:
+        """The chat template, which may be in a file.
+
+        Raises:
+            UserError: it is neither a template nor a file.
+        """
+        text = self.chat_template
+        if text is None or "{{" in text or "{%" in text:
+            return text
+        try:
+            return "".join(text_lines(text))
+        except UserError as error:
+            wanted = f"expected a Jinja template (with {{{{ or {{%) or a file that can be read ({error})"
+            raise UserError(f"chat_template is {text!r}, {wanted}") from error
+
+    def args(self, number: int = 0) -> Fields:
+        """The template's variables of the prompt of this number."""
+        return in_turn(self.template_args or {}, number)
+
+
 @dataclass
 class MethodOptions:
     """What a method leaves open; null takes the paper's value."""
 
     stop_rule: str | None = None
-    """Another stop rule than the method's own; `python -m decode methods` lists them; or module.function, whose stop
-    rule is made from `MethodInputs`."""
+    """Another stop rule than the method's own; `draftsmith decode methods` lists them."""
     rule: str | None = None
-    """Another acceptance rule than the method's own; `python -m decode methods` lists them; or module.Class of your
+    """Another acceptance rule than the method's own; `draftsmith decode methods` lists them; or module.Class of your
     own. All but exact and block-verification are relaxed: the output is no longer distributed as the target's, and
     drafts may not be trees."""
     draft_length: PositiveInt | None = None
@@ -160,19 +202,13 @@ class MethodOptions:
     """Limit each round's draft to the length with the highest expected tokens per second, and draft nothing where no
     length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft chains with
     a model or with the target's own layers; always on for cost-optimal. Costs are those that bench measures or that
-    python -m decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
+    draftsmith decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
     that are read. In a batch, a sampled text then depends on the other texts of the batch."""
     copy_length: PositiveInt = 10
     """Hybrid: maximum number of tokens copied after a match of four tokens or more of the text's end, in the text or
     the datastore (of two or more where the draft is unsure), and at most twice as many as matched."""
     copy_branch: NonNegativeInt = 0
     """Hybrid-tree: most tokens copied after a shorter match, of two tokens at least, as a branch of the head's tree."""
-    fuzzy_threshold: NonNegativeFloat = 0.4
-    """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
-    typical_epsilon: ClosedUnitInterval = 0.09
-    """Typical acceptance: a token above this probability is always kept."""
-    typical_delta: NonNegativeFloat = 0.3
-    """Typical acceptance: factor of exp(−H(p))."""
     exit_layer: PositiveInt | None = None
     """Self-speculation (layerskip, draft-verify, adaspeed, ...): layers that the draft runs; null: what the probes
     advise, else a quarter of the model's."""
@@ -186,7 +222,7 @@ class MethodOptions:
     tree_threshold: ClosedUnitInterval = 0.0
     """Trees of heads: nodes whose cumulative probability (temperature 1) is below this are not drafted."""
     probes: str | None = None
-    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes. Options left at null (such as
+    """Folder of acceptance probes, made by `draftsmith probe`: runs/<name>/probes. Options left at null (such as
     exit_layer and threshold) take the values that were fastest when the probes were trained."""
     searches: PositiveInt = 150
     """Adaptix: Monte Carlo iterations a round."""

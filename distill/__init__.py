@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def train(settings: "Settings | str | Path", *options: str) -> "Run":
-    """Do what ``python -m distill`` does, in one process.
+    """Do what ``draftsmith distill`` does, in one process.
 
     Args:
         settings: Of the run, or the path of a configuration.

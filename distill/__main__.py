@@ -1,4 +1,4 @@
-"""``python -m distill --config C``: from data to an exported, measured draft."""
+"""``draftsmith distill --config C``: from data to an exported, measured draft."""
 
 import os
 import shlex
@@ -15,14 +15,14 @@ are skipped, and an interrupted run continues where it was. --drafts.NAME.KEY VA
 trainer.devices means several GPUs of this machine, a process is started for each."""
 
 EXAMPLES = """\
-  python -m distill --config configs/quickstart.yaml
-  python -m distill --config C --dry-run         the whole run with tiny random models, without a network
-  python -m distill --config C --estimate        tokens, memory and time of the training, from a few of its steps
-  python -m distill --config C --show-example    one training example with its label mask
-  python -m distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96
-  python -m distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
-  python -m distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
-  python -m distill ablate --config configs/ablation.yaml    objectives and kinds of drafts over several seeds"""
+  draftsmith distill --config configs/quickstart.yaml
+  draftsmith distill --config C --dry-run         the whole run with tiny random models, without a network
+  draftsmith distill --config C --estimate        tokens, memory and time of the training, from a few of its steps
+  draftsmith distill --config C --show-example    one training example with its label mask
+  draftsmith distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96
+  draftsmith distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
+  draftsmith distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
+  draftsmith distill ablate --config configs/ablation.yaml    objectives and kinds of drafts over several seeds"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
 offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     from distill import pipeline, ranks, rehearse
 
     for mode in modes:
-        ranks.check_alone(f"python -m distill {mode}")
+        ranks.check_alone(f"draftsmith distill {mode}")
     if ranks.environment().world_size() == 1:  # several processes tell each other what is refused in one of them
         settings.validate()
     if "check-engine" in modes:
@@ -67,14 +67,14 @@ def main(argv: list[str] | None = None) -> None:
     ranks.restart(settings.trainer, "distill", argv)
     pipeline.run_pipeline(settings, show="--dry-run" not in modes)
     if "--dry-run" in modes:
-        command = f"python -m distill {shlex.join(argv)}"
+        command = f"draftsmith distill {shlex.join(argv)}"
         print(f"\nDry run finished; its models are random, so no results are shown. To train: {command}")
     return None
 
 
 def read_settings(argv: list[str]) -> Settings:
     """The settings that the arguments of the command mean."""
-    return parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
+    return parse(Settings, argv, prog="draftsmith distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
 
 
 def _ablate(argv: list[str]) -> None:
@@ -82,10 +82,10 @@ def _ablate(argv: list[str]) -> None:
         print("without --config: configs/ablation.yaml", file=sys.stderr)
         argv = ["--config", "configs/ablation.yaml", *argv]
     foreign = FOREIGN - {"ablation"}
-    settings = parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign)
+    settings = parse(AblateSettings, argv, prog="draftsmith distill ablate", description=ABLATE, foreign=foreign)
     from distill import ranks
 
-    ranks.check_alone("python -m distill ablate")
+    ranks.check_alone("draftsmith distill ablate")
     from distill.ablation import ablate
 
     ablate(settings)

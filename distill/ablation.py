@@ -1,4 +1,4 @@
-"""``python -m distill ablate``: the drafts of a configuration, each trained with several seeds, compared in one table.
+"""``draftsmith distill ablate``: the drafts of a configuration, each trained with several seeds, compared in one table.
 
 It is a run whose drafts have these seeds, which decide the order of the training examples (one run for each kind of
 draft), and a comparison of the runs' reports on the same texts of the target, text by text (`table`). Nothing is

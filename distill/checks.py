@@ -1,11 +1,12 @@
 """What is refused before the first training because a rehearsal would not show it, or the run only hours later."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from decode.errors import UserError
-from decode.models.open import stop_ids
+from decode.models.open import load_model, stop_ids
 from distill import ranks
 from distill.config.base import refuse
 from distill.data.dataset import Examples
@@ -38,12 +39,15 @@ def check_inputs(run: Run) -> None:
 
 
 def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
-    """Refuse a head that cannot be continued; models that are not ``here`` are passed over.
+    """Refuse files of models, and a head that cannot be continued; models that are not ``here`` are passed over.
 
     Raises:
-        UserError: A head that the student cannot start from.
+        UserError: Files that cannot be read, or a head that the student cannot start from.
     """
     settings, student, source = run.settings, run.settings.student, run.settings.target.model
+    for model in settings.language_models.values():
+        if model.model and Path(model.model).is_dir():  # by the headers of its files; the Hub checks what it gives
+            load_model(model.model, device="cpu", dtype="auto", trust_remote_code=model.trust_remote_code, wanted="$^")
     if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
@@ -100,6 +104,7 @@ def _check_batches(run: Run) -> None:
         wrong = not parts <= training.batch_size <= len(rows)
         expected = f"expected {few} and at most {len(rows)} (the training examples)"
         refuse(training, (wrong, "batch_size", expected), where=f"{name}.training.")
+        training.steps_for(min(len(rows), training.examples or len(rows)), f"{name}.training.")
 
 
 def _check_models(run: Run) -> None:

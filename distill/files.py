@@ -15,23 +15,19 @@ from huggingface_hub.constants import HF_HOME
 
 from decode.errors import UserError
 from decode.files import read_json, write_json
+from decode.models.sources import MODEL_FILES, weight_files
 from distill import ranks
 
 LARGE = 256_000_000
 """The hashes of input files of more bytes are kept in `HASHES`, so that their content is read once."""
 HASHES = Path(HF_HOME) / "draftsmith-hashes.json"
 """Hashes of large files, by path, size and time."""
-MODEL_FILES = (
-    "*config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "gguf/*.gguf", "*token*", "*vocab*",
-    "*merges*", "*.model", "*.tiktoken", "*.spm", "tekken.json", "bpe.codes", "dict.txt", "emoji.json",
-    "normalizer.json", "*.jinja", "chat_template*", "additional_chat_templates/*", "*.py",
-)  # fmt: skip
-"""Files of a folder or a Hub repository that a model, its tokenizer and a head are read from."""
 
 
 def files_in(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> list[Path]:
     """A folder's files of these names. Others, such as notes, logs and runs beside them, say nothing about a model."""
-    found = {file for pattern in patterns for file in folder.glob(pattern)}
+    found, weights = {file for pattern in patterns for file in folder.glob(pattern)}, weight_files(folder)
+    found = {file for file in found if file.suffix != ".safetensors" or file in weights}
     return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 

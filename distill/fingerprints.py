@@ -22,7 +22,7 @@ MEASURES = 1
 """Raised when a change of the code changes what a report holds."""
 
 READ: dict[str, tuple[str, ...]] = {
-    "chat": ("data.chat_template", "data.tokenizer"),
+    "chat": ("data.chat_template", "data.tokenizer", "data.chat", "data.system", "data.template_args"),
     "seed": ("seed",),
     "data": (
         "seed", "data.source", "data.files", "data.prompts", "data.prompt_template", "data.response_template",
@@ -58,7 +58,7 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "tags", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
+    "name", "output_dir", "tracker", "upload", "overwrite", "data.loader_workers", "target.trust_remote_code",
     "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.urls", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validate_every", "trainer.validation_examples",
 )  # fmt: skip

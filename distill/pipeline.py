@@ -22,7 +22,7 @@ from distill.export.draft import check_export_path, check_gguf, export_draft, ex
 from distill.export.head import export_head
 from distill.files import fingerprint, sizes
 from distill.fingerprints import measurement_fingerprint, stage_fingerprints
-from distill.networks.models import multiplies_bfloat16, open_frozen
+from distill.networks.models import multiplies_bfloat16
 from distill.responses.target import answered_texts
 from distill.results.evaluate import evaluate
 from distill.results.report import console_tables, write_report
@@ -33,7 +33,7 @@ from distill.stages import run_stages
 
 @ranks.together()
 def run_pipeline(settings: Settings, console: Console | None = None, *, show: bool = True) -> Run:
-    """Do everything that ``python -m distill`` does, in each of the processes that were started.
+    """Do everything that ``draftsmith distill`` does, in each of the processes that were started.
 
     The results are printed at the end where they are to be shown.
 
@@ -49,7 +49,7 @@ def run_pipeline(settings: Settings, console: Console | None = None, *, show: bo
     with alone_in(run):
         run.settings = ranks.exchange(with_formats(run.settings))[0]  # the first process's
         if first:
-            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings), settings.tags)
+            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings))
         try:
             run_stages(run)
             if first:  # the other processes have no more to do, and wait for the end
@@ -93,12 +93,12 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         run.prompts_together = 8
         rows = run.examples
         if shown.teacher.responses.from_target and shown.target.model is not None and not shown.teacher.served:
-            rows, _, _ = answered_texts(run, open_frozen(shown.target, shown.target.model, run.device))
+            rows, _, _ = answered_texts(run, run.load_target(path=shown.target.model))
         show(rows[0], run.tokenizer, run.console)
 
 
 def check_command(settings: Settings, console: Console) -> None:
-    """``python -m distill check-engine``: print the command of a server, then compare every layer."""
+    """``draftsmith distill check-engine``: print the command of a server, then compare every layer."""
     elsewhere = not settings.teacher.in_engine
     refuse(settings, (elsewhere, "teacher.signal", f"and check-engine is about {' and '.join(ENGINES)}: set it so"))
     run = Run(with_formats(settings), console)
@@ -123,7 +123,7 @@ def check_command(settings: Settings, console: Console) -> None:
 # -- export and measurement -------------------------------------------------------------------------------------------
 
 PROBED = ("probes", "self_speculation", "probe_settings")
-"""Parts of a report that ``python -m probes`` adds, which stay true as long as the target does."""
+"""Parts of a report that ``draftsmith probe`` adds, which stay true as long as the target does."""
 
 
 def measure(run: Run) -> Values:
@@ -159,7 +159,7 @@ def measure(run: Run) -> Values:
             measured = evaluate(run)
         probed = {part: report[part] for part in PROBED if part in report and before.get("target") in (None, target)}
         report = {"name": settings.name, **measured, **probed, "settings": asdict(settings)}
-        report["commands"] = {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"}
+        report["commands"] = {"reproduce": f"draftsmith distill --config {run.folder / 'settings.yaml'}"}
         add_measurements(run.export, report, chosen)
         report["exported"] = exported_facts(run.export)
         report = {**write_report(run.folder, report)}
@@ -167,7 +167,7 @@ def measure(run: Run) -> Values:
     elif settings.evaluation:
         run.line(
             "this process has no memory for the target, so that nothing is measured; on a machine that has: "
-            f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
+            f"draftsmith decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
     write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
@@ -187,6 +187,7 @@ def export(run: Run) -> str:
     else:
         length = student.steps if student.steps > 1 else None
         export_draft(*models, trust_draft_code=student.trust_remote_code, length=length, **how)
+    run.tokenizer.save_pretrained(run.export)  # with what shaped the prompts
     write_json(run.note(run.export), {"fingerprint": key})
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen

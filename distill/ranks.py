@@ -168,7 +168,7 @@ def start(trainer: Any) -> None:
     if (started := place.world_size()) != count:
         raise UserError(
             f"trainer.devices is {trainer.devices} and trainer.num_nodes {trainer.num_nodes}, which is {count} "
-            f"processes, and {started} were started: python -m distill and python -m probes start those of one machine "
+            f"processes, and {started} were started: draftsmith distill and probe start those of one machine "
             "themselves; else start as many with torchrun or srun, or change trainer.devices"
         )
     if (device := local_device(trainer)).index:
@@ -214,8 +214,8 @@ def check_alone(command: str) -> None:
     """
     if (count := environment().world_size()) > 1:
         raise UserError(
-            f"{command} runs in one process, but {count} were started: start it without torchrun or srun, after python "
-            "-m distill or python -m probes has trained in several; it reuses their models"
+            f"{command} runs in one process, but {count} were started: start it without torchrun or srun, after "
+            "draftsmith distill or draftsmith probe has trained in several; it reuses their models"
         )
 
 

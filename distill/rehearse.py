@@ -265,7 +265,7 @@ def _answers(run: Run, count: int, console: Console) -> tuple[float, float]:
 
 def _timed(full: Settings, folder: str) -> Settings:
     """Return settings of a rehearsal with the run's own models, whose steps are timed."""
-    small = few(full, steps=TIMED, epochs=None)
+    small = few(full, steps=TIMED, epochs=None, warmup_steps=0)
     if small.data.from_target:
         change(small.data, **ROWS)
     largest = max(draft.training_of(small.training).batch_size for draft in small.drafts.values())

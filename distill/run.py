@@ -8,7 +8,7 @@ from the same inputs, and whose files have the sizes that they were written with
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
@@ -30,7 +30,8 @@ from decode.measure.suites import quiet_datasets
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, files_of, load_model, load_tokenizer, stop_ids
-from decode.models.sources import gguf_file
+from decode.models.sources import fetched, gguf_file
+from decode.options import in_turn
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config import Settings
@@ -45,7 +46,7 @@ from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, only_one, remove, saved_step, sizes
 from distill.fingerprints import stage_fingerprints
 from distill.networks.lm_head import LMHead, check_head
-from distill.networks.models import config_of, hollow_target, open_frozen, source_folder, use_attention
+from distill.networks.models import config_of, hollow_target, use_attention
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
 """What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
@@ -234,7 +235,7 @@ class Run:
             tokenizer = load_tokenizer(model, trust_remote_code=self.settings.target.trust_remote_code)
             return partial(self.servers(tokenizer, ends, min(ends)).write, SAMPLING)
         # a target that is trained answers before it is
-        target = self.frozen if self.as_it_is else open_frozen(self.settings.target, model, self.device)
+        target = self.frozen if self.as_it_is else self.load_target(path=model)
         return partial(written_here, target, SAMPLING, ends, (seed, 5), BATCH)
 
     @property
@@ -262,7 +263,7 @@ class Run:
     @cached_property
     def frozen(self) -> PreTrainedModel:
         """The target that answers, gives its signal and is measured: one for the run, read straight to its device."""
-        model = open_frozen(self.settings.target, self.served_folder, self.device)
+        model = self.load_target(path=self.served_folder)
         use_attention(model, self.settings.trainer.attention)
         check_head(model, LMHead(model))
         return model
@@ -278,13 +279,19 @@ class Run:
         if dtype == target.dtype and self.settings.trainer.attention == "auto":
             return self.frozen
         self.release()
-        return open_frozen(replace(target, dtype=dtype), self.target, self.device)
+        return self.load_target(dtype)
 
-    def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
-        """A target of one's own; None: in its number format, where this process trains."""
-        target, place = self.settings.target, device or self.device
-        trust = target.trust_remote_code
-        return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
+    def load_target(
+        self, dtype: str | None = None, device: str | torch.device | None = None, path: str | Path | None = None
+    ) -> PreTrainedModel:
+        """A target of one's own; None: that of the run, in its number format, where this process trains."""
+        target = self.settings.target
+        return load_model(
+            path or self.target,
+            device=device or self.device,
+            dtype=dtype or target.dtype,
+            trust_remote_code=target.trust_remote_code,
+        )
 
     def target_parts(self) -> PreTrainedModel:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
@@ -304,7 +311,7 @@ class Run:
         if not settings.urls:
             raise UserError(
                 "teacher.engine.urls is empty, and the target stands in an engine: start a server with the command "
-                "that python -m distill check-engine prints for this configuration, and give its address"
+                "that draftsmith distill check-engine prints for this configuration, and give its address"
             )
         named, length = self.settings.target.model or "", self.settings.data.max_length
         names = {named, Path(named).name, str(self.target), str(self.served_folder)}
@@ -322,11 +329,11 @@ class Run:
         how = self.settings.teacher.responses
         packed = getattr(self.served_files.config, "quantization_config", None)
         return AnswerCheck(
-            LogitsWarper(how.temperature, top_p=how.top_p),
+            LogitsWarper(in_turn(how.temperature, 0), top_p=how.top_p),
             stop_ids(self.served_files, self.tokenizer),
             quantised=bool(packed) or any("--quantization" in each for each in self.settings.teacher.arguments),
             every=EVERY if kept else 1,
-            most=most,
+            most=0 if isinstance(how.temperature, list) else most,  # no one temperature could be expected
             kept=kept,
             say=self.line,
         )
@@ -345,7 +352,7 @@ class Run:
     @cached_property
     def served_folder(self) -> Path:
         """The folder of the target, before its stage too where that takes it as it is."""
-        return source_folder(str(self.settings.target.model)) if self.as_it_is else self.target
+        return fetched(str(self.settings.target.model)) if self.as_it_is else self.target
 
     @cached_property
     def served_files(self) -> Any:

@@ -11,15 +11,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.files import read_json
 from decode.models.heads.block_config import mask_token
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.huggingface import mask_of
-from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
-from decode.models.sources import gguf_file
+from decode.models.open import DTYPES, check_tokenizers, load_config, load_model, load_tokenizer, stop_ids
+from decode.models.sources import fetched, gguf_file
 from decode.progress import working
 from decode.writing import write_texts
 from distill import ranks
@@ -43,7 +43,6 @@ from distill.networks.models import (
     config_of,
     load_or_build,
     ready_to_save,
-    source_folder,
     weights_dtype,
 )
 from distill.responses.on_policy import OnPolicy
@@ -162,13 +161,12 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
         check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
     several, vocab = isinstance(settings, StudentSettings) and settings.steps > 1, len(tokenizer)
     if stage != "target":  # a draft with as many ids as the target's embedding can be served without padding
-        config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
-        vocab = int(config.get_text_config().vocab_size)
+        vocab = load_config(run.target, trust_remote_code=full.target.trust_remote_code).vocab_size
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
         if not (gguf_file(settings.model) or round_to or several or drafted):
-            return StageResult(StageRecord(key), source_folder(settings.model))
+            return StageResult(StageRecord(key), fetched(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
     elif isinstance(settings, StudentSettings) and settings.kind == "cut":

@@ -1,4 +1,4 @@
-"""``python -m probes --config C``: probes for every exit layer, the best exit, and self-speculation measured."""
+"""``draftsmith probe --config C``: probes for every exit layer, the best exit, and self-speculation measured."""
 
 import sys
 
@@ -9,12 +9,12 @@ from probes.settings import ProbesSettings, shrink
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
 accepted; chooses exit layer, stop rule and threshold of each method by real rounds; and writes runs/<name>/probes,
 report.json and probes.html. The target is trained first where it is not there or its settings have changed. This
-command's settings are those under probes, all others those of python -m distill; --dry-run does all of it in miniature,
-with a tiny random target of the same family and no network."""
+command's settings are those under probes, all others those of draftsmith distill; --dry-run does all of it in
+miniature, with a tiny random target of the same family and no network."""
 
 EXAMPLES = """\
-  python -m probes --config configs/quickstart.yaml --probes.layers 1,2,3 --probes.confirm 1
-  python -m probes --config configs/layerskip-llama.yaml --dry-run"""
+  draftsmith probe --config configs/quickstart.yaml --probes.layers 1,2,3 --probes.confirm 1
+  draftsmith probe --config configs/layerskip-llama.yaml --dry-run"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,12 +25,12 @@ def main(argv: list[str] | None = None) -> None:
     dry_run, given = take_flag(argv, "--dry-run"), list(argv)
     foreign = {"bench", "ablation"}
     settings = parse(
-        ProbesSettings, argv, prog="python -m probes", description=ABOUT, examples=EXAMPLES, foreign=foreign
+        ProbesSettings, argv, prog="draftsmith probe", description=ABOUT, examples=EXAMPLES, foreign=foreign
     )
     from distill import ranks
 
     if dry_run:
-        ranks.check_alone("python -m probes --dry-run")
+        ranks.check_alone("draftsmith probe --dry-run")
         settings = shrink(settings)
     from probes.pipeline import run_probes
 

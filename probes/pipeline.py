@@ -1,4 +1,4 @@
-"""Everything that ``python -m probes`` does: target, texts, features, probes, the choice of the exit, real runs."""
+"""Everything that ``draftsmith probe`` does: target, texts, features, probes, the choice of the exit, real runs."""
 
 from dataclasses import asdict
 from functools import partial
@@ -51,7 +51,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None, *, resu
         with alone_in(run):
             run.settings = with_formats(settings)
             if first:
-                run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings), settings.tags)
+                run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
             try:
                 run.logger = tried(run.logger, run.line)
                 run_stages(run, only=("target",))
@@ -98,6 +98,7 @@ def experiment(run: Run, model: PreTrainedModel, modes: list[Mode], exits: list[
             rows += [{"mode": mode.name, **row} for row in evaluate_exits(trained, seen["test"])]
         probes += trained
     save_probes(folder, model, probes)
+    run.tokenizer.save_pretrained(folder)  # which keeps what shaped the prompts
     runner = open_runner(model)
     torch.set_num_threads(machine.choose_threads(runner, run.settings.threads)[0])
     if not served and isinstance(runner, FastRunner):

@@ -1,4 +1,4 @@
-"""Tables and the page of ``python -m probes``."""
+"""Tables and the page of ``draftsmith probe``."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -85,7 +85,7 @@ def write_report(path: Path, name: str, added: Row) -> None:
             where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
             where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
             title = f"{mode}, {best['title']}{', not reliably the fastest' * bool(doubt(best))}"
-            commands[title] = f"python -m decode generate {where} --prompt TEXT"
+            commands[title] = f"draftsmith decode generate {where} --prompt TEXT"
     tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
     sections = [
         Section("Results", tables=tables(added)),

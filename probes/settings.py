@@ -1,4 +1,4 @@
-"""Settings of ``python -m probes``: everything of a distillation run, plus the section ``probes``."""
+"""Settings of ``draftsmith probe``: everything of a distillation run, plus the section ``probes``."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -52,7 +52,7 @@ class ProbeSettings:
 
 @dataclass
 class ProbesSettings(Settings):
-    """A run as `python -m distill` reads it, and the section of this command."""
+    """A run as `draftsmith distill` reads it, and the section of this command."""
 
     probes: ProbeSettings = field(default_factory=ProbeSettings)
     """Acceptance probes and self-speculation."""

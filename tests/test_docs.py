@@ -15,10 +15,10 @@ import yaml
 from enumeration import bias_of
 from tiny_run import tiny_settings
 
+from decode import load
 from decode.__main__ import COMMANDS
 from decode.commands.cli import known_keys, parse
 from decode.core.verify import Exact
-from decode.files import read_json
 from decode.methods import is_lossless
 from distill.config import AblateSettings, EvaluationSettings, Settings
 from distill.config.base import change
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in (*ROOT.glob("[!C]*.md"), *ROOT.glob("docs/*.md"))}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning's, about defaults
 def test_the_snippets_of_python_run_on_a_tiny_run(tmp_path, monkeypatch, capsys) -> None:
     """A page is a script, and how-to.md's trains the run that the others read."""
     small = EvaluationSettings(prompts=4, accuracy_prompts=2, decode_prompts=1, max_new_tokens=8, draft_lengths=[2])
@@ -46,9 +47,8 @@ def test_the_snippets_of_python_run_on_a_tiny_run(tmp_path, monkeypatch, capsys)
         script.write_text(snippets[page])
         names[page] = runpy.run_path(str(script), run_name="__main__")
     assert names.keys() >= {"README.md", "api.md", "how-to.md", "probes.md"}
-    api, distilled = names["api.md"], read_json(Path("my-draft/config.json"))
-    assert distilled["hidden_size"] == settings.student.architecture.hidden_size
-    assert api["module"].history == []
+    api, pair = names["api.md"], load("runs/quickstart/target", draft="my-draft")
+    assert pair.draft.config.hidden_size == settings.student.architecture.hidden_size
     assert int(api["module"].global_step) == len(api["loader"])
     Path("rules.py").write_text(
         "from decode.core.verify import AcceptanceRule\nclass Kept(AcceptanceRule): exact = True"
@@ -98,3 +98,16 @@ def test_commands_are_parsed(name: str) -> None:
                 kind = AblateSettings if argv.pop(0) == "ablate" else kind
             foreign = {"bench", "probes", "ablation"} - known_keys(kind).keys()
         parse(kind, argv, f"{name}: {words}", foreign=foreign, section=section)
+
+
+def test_the_page_on_the_architecture_names_files_and_names_that_are_there() -> None:
+    _, *sections = re.split(r"### `(\w+)/`\n", PAGES["architecture.md"])
+    for package, text in zip(sections[::2], sections[1::2], strict=True):
+        for line in text.split("\n- "):
+            spans = re.findall(r"`([^`]+)`", line)
+            files = [span for span in spans if re.search(r"/|\.(py|yaml|csv)$", span)]
+            paths = [ROOT / ("" if re.match("decode/|tests/", file) else package) / file for file in files]
+            assert all(path.exists() for path in paths), line
+            code = "".join(file.read_text() for path in paths for file in (path, *path.glob("*.py")) if file.is_file())
+            names = [span.split(".")[-1] for span in spans if span not in files and not span.startswith("--")]
+            assert all(re.search(rf"\b{name}\b", code) for name in names), line

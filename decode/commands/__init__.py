@@ -1,1 +1,1 @@
-"""The commands of ``python -m decode``, one file each; imports everything below, is imported by nothing in decode."""
+"""The commands of ``draftsmith decode``, one file each; imports everything below, is imported by nothing in decode."""

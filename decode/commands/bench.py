@@ -1,4 +1,4 @@
-"""``python -m decode bench``: from settings to tables and a page."""
+"""``draftsmith decode bench``: from settings to tables and a page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -96,10 +96,10 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
 
     Args:
         pair: from `decode.load`.
-        methods: names that ``python -m decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
+        methods: names that ``draftsmith decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
             none: all that the pair allows, and transformers' own generation.
         suite: prompts, as ``--suite`` takes them; none: chat where the tokenizer has a chat template, else arithmetic.
-        options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
+        options: any other option of ``draftsmith decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
 
     Returns:
         A row for each method, temperature and batch size, with the fields of ``methods`` in ``bench-DATE.json``.

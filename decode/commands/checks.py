@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.commands.settings import (
-    ChatSettings,
     LoadSettings,
     MethodSettings,
+    PromptSettings,
     SamplingSettings,
     SuiteSettings,
 )
@@ -27,9 +27,9 @@ from decode.measure import machine
 from decode.methods import Parts
 from decode.models.heads.files import head_kind
 from decode.models.huggingface import facts_of
-from decode.models.open import NEUTRAL, Pair, load, own_warp
+from decode.models.open import NEUTRAL, Pair, load, own_warp, trained_prompts
 from decode.models.tokens import check_template
-from decode.options import build
+from decode.options import ChatSettings, build
 
 if TYPE_CHECKING:
     from decode.measure.session import BenchOptions
@@ -50,31 +50,34 @@ def parts_of(settings: MethodSettings, draft: str | None, *, corpus: bool = Fals
     if settings.probes is not None:
         describe_probes(settings.probes)
     if settings.datastore is not None and not Path(settings.datastore).is_dir():
-        again = "build one with python -m decode datastore build"
+        again = "build one with draftsmith decode datastore build"
         raise UserError(f"there is no datastore folder {settings.datastore!r}; {again}")
     kind, stores = "" if draft is None else head_kind(draft) or "model", corpus or settings.datastore is not None
     return Parts(settings, kind, str(draft), datastore=stores)
 
 
-def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
-    """Whether prompts are put into the chat template: by the settings, else if the tokenizer has one.
+def use_chat(
+    settings: PromptSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False
+) -> ChatSettings | None:
+    """What shapes the prompts: the settings, then the training of draft, probes or target; None: they are plain text.
 
-    With `tell` a notice is printed where the template is used by default.
+    The tokenizer takes the chat template. With `tell` a line is printed that says what is in force.
 
     Raises:
-        UserError: the template is missing, or does not take a system message that is given.
+        UserError: the template is missing, or does not take the system message.
     """
-    if settings.chat is False or (settings.chat is None and not tokenizer.chat_template and settings.system is None):
-        return False
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the target's tokenizer has no chat template; leave out --chat and --system, or take an instruct model"
-        )
-    check_template(tokenizer, settings.system)
-    if tell and not settings.chat:
-        notice = "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
-        print(notice, file=sys.stderr)
-    return True
+    named = filter(None, [*settings.drafts, *(getattr(settings, key, None) for key in ("probes", "target"))])
+    trained: Fields = next(filter(None, map(trained_prompts, named)), {})
+    asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
+    chat = ChatSettings(**trained | ({"chat": True} if asked else {}) | asked)
+    tokenizer.chat_template = chat.template() or tokenizer.chat_template
+    used = chat.chat if isinstance(chat.chat, bool) else bool(tokenizer.chat_template)
+    if used:
+        check_template(tokenizer, chat.system)
+    if tell:
+        shape = f"in the chat template (--chat false: none), system {chat.system!r}, template_args {chat.template_args}"
+        print(f"prompts are {shape if used else 'plain text'}", file=sys.stderr)
+    return chat if used else None
 
 
 def check_lengths(name: str, lengths: Iterable[int | None], target: PreTrainedModel) -> None:
@@ -89,7 +92,7 @@ def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: 
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
-def session_options(settings: ChatSettings, pair: Pair) -> "BenchOptions":
+def session_options(settings: PromptSettings, pair: Pair) -> "BenchOptions":
     """How a pair is measured with these settings; without sampling settings from the target's whole distribution."""
     from decode.measure.session import BenchOptions
 
@@ -101,7 +104,7 @@ def session_options(settings: ChatSettings, pair: Pair) -> "BenchOptions":
     return options
 
 
-def open_suites(settings: SuiteSettings, *, chat: bool) -> "list[Suite]":
+def open_suites(settings: SuiteSettings, *, chat: object) -> "list[Suite]":
     """The suites of the settings (see `load_suite`); their names are the specs without paths where that is unique.
 
     Where the settings have none, they get one: chat if prompts are put into the chat template, else arithmetic.
@@ -131,8 +134,8 @@ def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **
     Raises:
         UserError: an unknown option, or a value out of range.
     """
-    hints = typing.get_type_hints(settings_class)
-    free = {name: hint for name, hint in hints.items() if name not in PLACED | fixed.keys()}
+    hints = typing.get_type_hints(settings_class)  # the chat template is the open tokenizer's
+    free = {name: hint for name, hint in hints.items() if name not in PLACED | fixed.keys() | {"chat_template"}}
     for name in options:
         choose("option", name, free)
     values = {"target": pair.target_name or "the given model", "pack": pair.pack} | fixed | options
@@ -163,7 +166,7 @@ def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None
     here = machine.describe(device)
     for key in machine.HARDWARE:
         if there.get(key) != here.get(key):
-            again = "measure them here with python -m decode profile --batch-sizes"
+            again = "measure them here with draftsmith decode profile --batch-sizes"
             measured = f"they were measured on {there.get(key)}, not {here.get(key)}; {again}"
             print(f"the costs in the profile of {draft} are not used: {measured}", file=sys.stderr)
             return None

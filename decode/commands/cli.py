@@ -265,7 +265,7 @@ def read_options(argv: Sequence[str], keys: Fields, prog: str) -> Fields:
         single = len(choices) > 2 and len(texts) == 1 and "," not in joined  # of a number or a list it is the number
         if _is_section(name, keys):
             options[key] = read_yaml(joined)
-        elif not is_list or single or (key not in PROSE and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+        elif not is_list or single or (key not in PROSE and re.fullmatch(r"null|\[.*\]|\{.*\}", joined, re.DOTALL)):
             options[key] = joined
         else:
             parts = texts if key in PROSE else [part.strip() for text in texts for part in text.split(",")]
@@ -326,6 +326,12 @@ def run_main(function: Callable[[], object]) -> int:
         _close_stdout()
         return 0
     except Exception as error:
+        if isinstance(error, ImportError) and Path(error.path or "/").parent == Path.cwd():
+            print(
+                f"error: {error}: rename this file, which hides a module, or use the command draftsmith",
+                file=sys.stderr,
+            )
+            return 2
         if (why := writing_error(error)) is None:
             raise
         try:

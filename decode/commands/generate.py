@@ -1,4 +1,4 @@
-"""``python -m decode generate``: stream a text, show who wrote which token, compare with decoding without a draft."""
+"""``draftsmith decode generate``: stream a text, show who wrote which token, compare with decoding without a draft."""
 
 import json
 import random
@@ -129,11 +129,11 @@ def generate(
         pair: from `decode.load`.
         prompt: the user's message where the tokenizer has a chat template, else the text to continue; ``chat=False``
             continues text in either case.
-        method: a name that ``python -m decode methods`` lists; ``None``: vanilla with a draft, else autoregressive.
+        method: a name that ``draftsmith decode methods`` lists; ``None``: vanilla with a draft, else autoregressive.
         max_new_tokens: most tokens to generate.
         temperature: 0 is greedy.
         seed: of sampling; ``None`` draws one.
-        options: any other option of ``python -m decode generate``, such as ``top_p``, ``beta``, ``stop``.
+        options: any other option of ``draftsmith decode generate``, such as ``top_p``, ``beta``, ``stop``.
 
     Raises:
         UserError: an unknown method or option, a value out of range, a prompt that cannot be decoded.
@@ -178,7 +178,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         pair = opened(settings, settings.draft if kind_of(method).drafts else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
     chat = use_chat(settings, tokenizer)
-    ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
+    ids = chat_ids(tokenizer, user_says(prompt, chat.system), chat.args()) if chat else prompt_ids(tokenizer, prompt)
     options, draft, costs = replace(settings), None, None
     check_lengths("draft_length", [options.draft_length], pair.target)
     stop = settings.stop_rule or METHODS[method][1]

@@ -1,4 +1,4 @@
-"""``python -m decode paper NAME``: the numbers that a paper published, with ours among them."""
+"""``draftsmith decode paper NAME``: the numbers that a paper published, with ours among them."""
 
 import csv
 from pathlib import Path
@@ -66,7 +66,7 @@ def run(settings: PaperSettings) -> None:
     """Measure a configuration of the paper, or read the report of a finished run, and print both side by side."""
     paper, folder = settings.paper, Path(settings.run or "runs/quickstart")
     if not paper:
-        raise UserError(f"no paper is named; choose one: python -m decode paper {'|'.join(PUBLISHED)}")
+        raise UserError(f"no paper is named; choose one: draftsmith decode paper {'|'.join(PUBLISHED)}")
     choose("paper", paper, PUBLISHED)
     if settings.run is None and paper != "adaspec":  # whose numbers are those of a training
         from decode.commands import bench

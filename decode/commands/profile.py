@@ -1,4 +1,4 @@
-"""``python -m decode profile``: costs of real rounds, acceptance, and the predicted speedup of every draft length."""
+"""``draftsmith decode profile``: costs of real rounds, acceptance, and the predicted speedup of every draft length."""
 
 import json
 import sys
@@ -106,7 +106,7 @@ def profile(pair: Pair, suite: Sequence[str] = (), **options: Any) -> PairProfil
     Args:
         pair: from `decode.load`, with a draft.
         suite: prompts that α is measured on, as ``--suite`` takes them; none: as in `decode.bench`.
-        options: any other option of ``python -m decode profile``, such as ``limit`` or ``temperature``.
+        options: any other option of ``draftsmith decode profile``, such as ``limit`` or ``temperature``.
 
     Raises:
         UserError: a pair without a draft, an unknown option, a value out of range, prompts that do not fit.

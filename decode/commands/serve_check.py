@@ -1,4 +1,4 @@
-"""``python -m decode serve-check``: a draft in a real engine, its acceptance as counted beside the predicted one."""
+"""``draftsmith decode serve-check``: a draft in a real engine, its acceptance as counted beside the predicted one."""
 
 import json
 import math
@@ -88,7 +88,9 @@ def run(settings: ServeCheckSettings) -> None:
             settings.program, settings.url, settings.threads, max([1, *settings.concurrency]), settings.timeout,
         )  # fmt: skip
         profile = read_json(draft / "speculation_profile.json")
-        facts = serving_facts(pair.target, target, pair.tokenizer, chat=chat) if "trained_with" in profile else None
+        facts = (
+            serving_facts(pair.target, target, pair.tokenizer, chat=bool(chat)) if "trained_with" in profile else None
+        )
         causes = causes_in_files(Path(target), draft, facts)
         numbers = engine.dtype
         if settings.url is None:

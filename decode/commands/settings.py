@@ -1,4 +1,4 @@
-"""Settings of ``python -m decode``: one dataclass per command; the text below each key is its help."""
+"""Settings of ``draftsmith decode``: one dataclass per command; the text below each key is its help."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 from decode.commands.cli import config_paths, parse, read_config
 from decode.errors import UserError
-from decode.options import MethodOptions, Seed, Share, Temperature
+from decode.options import ChatSettings, MethodOptions, Seed, Share, Temperature
 
 
 @dataclass
@@ -51,7 +51,7 @@ class MethodSettings(MethodOptions):
     """Options of methods, and stores of retrieval drafters."""
 
     datastore: str | None = None
-    """Folder made by `python -m decode datastore build`, for rest and adaptix."""
+    """Folder made by `draftsmith decode datastore build`, for rest and adaptix."""
 
 
 @dataclass
@@ -78,18 +78,21 @@ class OneTemperature(SamplingSettings):
 
 
 @dataclass
-class ChatSettings:
-    """Whether prompts are put into the chat template."""
-
-    chat: bool | None = None
-    """Put prompts into the tokenizer's chat template; in suites with several turns, later ones follow the target's own
-    greedy answers. Null: where the tokenizer has one; --chat false continues prompts as plain text."""
-    system: str | None = None
-    """System message of the chats; null: the template's default."""
+class PromptSettings(ChatSettings):
+    """How prompts become chats."""
 
     def __post_init__(self) -> None:
-        if self.system is not None and self.chat is False:
-            raise UserError("a system message belongs to a chat; give --system without --chat false")
+        if self.chat is False and (self.system is not None or self.template_args):
+            raise UserError(
+                "a system message and template_args belong to a chat; give --system and --template-args without "
+                "--chat false"
+            )
+
+    @property
+    def drafts(self) -> list[str]:
+        """The paths of the drafts, but for the target's own layers."""
+        draft = getattr(self, "draft", None)
+        return [] if draft in (None, "mtp") else [draft]
 
 
 @dataclass
@@ -112,11 +115,11 @@ class SuiteSettings:
 
 
 @dataclass
-class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSettings):
-    """Settings of python -m decode generate."""
+class GenerateSettings(PromptSettings, OneTemperature, MethodSettings, PairSettings):
+    """Settings of draftsmith decode generate."""
 
     method: str | None = None
-    """Decoding method; null: vanilla with a draft, else autoregressive. See `python -m decode methods`."""
+    """Decoding method; null: vanilla with a draft, else autoregressive. See `draftsmith decode methods`."""
     prompt: str | None = None
     """Text to continue; null reads standard input."""
     max_new_tokens: PositiveInt = 256
@@ -141,8 +144,8 @@ class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSetting
 
 
 @dataclass
-class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings):
-    """Settings of python -m decode profile, which needs a draft."""
+class ProfileSettings(SuiteSettings, PromptSettings, OneTemperature, PairSettings):
+    """Settings of draftsmith decode profile, which needs a draft."""
 
     longest: PositiveInt = 15
     """Longest draft to predict."""
@@ -154,7 +157,7 @@ class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings)
 
 @dataclass
 class StoreSettings:
-    """Settings of python -m decode datastore build."""
+    """Settings of draftsmith decode datastore build."""
 
     tokenizer: str | None = None
     """Folder, hub name or GGUF file of the target or its tokenizer. Required."""
@@ -177,8 +180,8 @@ def required(settings: Any, *names: str) -> None:
 
 
 @dataclass
-class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSettings, LoadSettings):
-    """Settings of python -m decode bench, and of the section bench of a configuration."""
+class BenchSettings(SuiteSettings, PromptSettings, SamplingSettings, MethodSettings, LoadSettings):
+    """Settings of draftsmith decode bench, and of the section bench of a configuration."""
 
     draft: list[str] = field(default_factory=list)
     """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
@@ -216,10 +219,14 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
         return self.output or (len(runs) == 1 and runs.pop()) or "runs/bench"
 
     @property
+    def drafts(self) -> list[str]:
+        """The paths of the drafts, but for the target's own layers."""
+        return [item.partition("=")[2] or item for item in self.draft if item != "mtp"]
+
+    @property
     def runs(self) -> list[str | None]:
         """The run of each draft, without any that of the target."""
-        drafts = [item.partition("=")[2] or item for item in self.draft if item != "mtp"]  # which is in the target
-        return [run_of(path) for path in drafts or filter(None, [self.target])]
+        return [run_of(path) for path in self.drafts or filter(None, [self.target])]
 
 
 def run_of(path: str) -> str | None:
@@ -237,7 +244,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     Raises:
         UserError: a file that is missing or not valid, or an unknown key.
     """
-    settings = parse(BenchSettings, argv, "python -m decode bench", description, examples, section="bench")
+    settings = parse(BenchSettings, argv, "draftsmith decode bench", description, examples, section="bench")
     if not (paths := config_paths(argv)):
         return settings
     content = read_config(paths)
@@ -268,8 +275,8 @@ def default_suites(data: Any) -> list[str]:
 
 
 @dataclass
-class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
-    """Settings of python -m decode serve-check; the draft is a folder as it is to be served."""
+class ServeCheckSettings(SuiteSettings, PromptSettings, PairSettings):
+    """Settings of draftsmith decode serve-check; the draft is a folder as it is to be served."""
 
     engine: str = "vllm"
     """The engine, vllm or llama.cpp; `make engines` installs both."""
@@ -294,7 +301,7 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
 
 @dataclass
 class PaperSettings:
-    """Settings of python -m decode paper."""
+    """Settings of draftsmith decode paper."""
 
     paper: str | None = None
     """adaptix, adasd, adaspec, adaspeed or ears; may stand without --paper. Required."""

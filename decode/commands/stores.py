@@ -1,4 +1,4 @@
-"""``python -m decode datastore build``: the stores of retrieval drafters, built from texts."""
+"""``draftsmith decode datastore build``: the stores of retrieval drafters, built from texts."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -55,13 +55,13 @@ def map_arrays(path: Path, *, kind: str, fingerprint: str) -> tuple[Fields, dict
     Raises:
         UserError: the file is missing, truncated, of another kind, or of another tokenizer.
     """
-    again = "build it again with `python -m decode datastore build`"
+    again = "build it again with `draftsmith decode datastore build`"
     try:
         with safe_open(path, "pt") as file:
             manifest = json.loads((file.metadata() or {}).get("manifest", "{}"))
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise UserError(f"no {kind} at {path}: build one with `python -m decode datastore build`") from None
+        raise UserError(f"no {kind} at {path}: build one with `draftsmith decode datastore build`") from None
     except SafetensorError as error:
         raise UserError(f"{path} is no {kind}, truncated or damaged ({error}): {again}") from None
     if (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):

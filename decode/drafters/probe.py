@@ -1,6 +1,6 @@
 """Acceptance probes: a linear map from the exit's hidden state to the probability that the drafted token is accepted.
 
-`python -m probes` trains them. A folder holds their weights (``probes.safetensors``) and ``probes.json``: a sample of
+`draftsmith probe` trains them. A folder holds their weights (``probes.safetensors``) and ``probes.json``: a sample of
 the weights of the model they are for, for each probe its kind, label, layer, calibration and metrics, and the settings
 that were fastest.
 """
@@ -25,7 +25,7 @@ from decode.files import Fields, read_model_json, write_json, write_safely
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
-MAKE_PROBES = "make them with `make probe` (python -m probes --config FILE, which writes runs/<name>/probes)"
+MAKE_PROBES = "make them with `make probe` (draftsmith probe --config FILE, which writes runs/<name>/probes)"
 FEATURES = ("log_probability", "entropy", "margin")
 INPUT = "the hidden state after `layer` layers, through the model's final norm: what the exit's output head reads"
 FORMULA = "sigmoid((weight · input + extra · features + bias) / temperature)"
@@ -144,7 +144,7 @@ def load_probe(
     if not same_weights(note["model"], weight_sample(model)):
         raise UserError(
             f"the probes in {str(folder)!r} were trained on another model (a {note['class']} with other weights); "
-            "train probes for this one with python -m probes"
+            "train probes for this one with draftsmith probe"
         )
     fitting = [p for p in note["probes"] if p["kind"] == kind and p["label"] in labels]
     here = sorted((p for p in fitting if p["layer"] == layer), key=lambda p: labels.index(p["label"]))
@@ -152,7 +152,7 @@ def load_probe(
         raise UserError(
             f"the folder {str(folder)!r} has a {kind} with label {' or '.join(labels)} for layers "
             f"{sorted({p['layer'] for p in fitting})}, not for layer {layer}; choose another exit_layer, or train one "
-            "with python -m probes"
+            "with draftsmith probe"
         )
     name = "{label}/{kind}/{layer}".format_map(here[0])
     try:
@@ -162,7 +162,7 @@ def load_probe(
     except (OSError, KeyError, SafetensorError) as error:
         raise UserError(
             f"the weights of the probes in {str(folder)!r} are damaged or missing ({type(error).__name__}); train them "
-            "again with python -m probes"
+            "again with draftsmith probe"
         ) from error
 
 

@@ -62,7 +62,7 @@ def save_datastore(text: np.ndarray, path: Path, fingerprint: str) -> Path:
 
 
 class Datastore:
-    """A corpus in suffix order, memory-mapped from the folder that ``python -m decode datastore build`` wrote.
+    """A corpus in suffix order, memory-mapped from the folder that ``draftsmith decode datastore build`` wrote.
 
     Raises:
         UserError: the datastore is missing, truncated, or of another tokenizer.

@@ -21,6 +21,7 @@ from decode.measure.acceptance import offline_alphas
 from decode.measure.baselines import using_config
 from decode.models.huggingface import context_of
 from decode.models.open import DraftModel, stop_ids
+from decode.models.sources import weight_files
 
 Accepted = Sequence[Sequence[Sequence[float]]]  # 1 where a drafted token is accepted, by text, depth and position
 Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, and of the tokens that follow it
@@ -169,7 +170,7 @@ class Cause:
 def weight_fingerprints(folder: str | Path) -> dict[str, str]:
     """Hashes of a folder's safetensors files, by name."""
     hashes = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in weight_files(Path(folder)):
         with path.open("rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
     return hashes

@@ -18,6 +18,7 @@ from decode.measure.suites import Prompt, Suite
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.open import DraftModel, stop_ids
 from decode.models.tokens import Detokenizer, Message, chat_ids, control_token, prompt_ids, user_says
+from decode.options import ChatSettings
 from decode.writing import draws_of_loop, write_texts
 
 ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
@@ -32,8 +33,7 @@ class BenchOptions:
     repeats: int = 3  # runs of each method on each prompt
     seed: int = 0  # of sampling
     # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
-    chat: bool = False
-    system: str | None = None  # system message of the chats
+    chat: ChatSettings | None = None
     warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings except the temperature
     threads: int | None = None  # of torch while speed is measured; None measures one against all
     datastore: str | Path | None = None  # folder of the stores of rest and adaptix
@@ -94,7 +94,7 @@ class Session:
             asked = [p for p in prompts if not control_token(self.tokenizer, [{"content": said} for said in p.said])]
             if spelt := len(prompts) - len(asked):
                 notes.append(f"{spelt} prompts are left out, whose text spells a control token of the tokenizer")
-            items = self._turns(asked)
+            items = self._turns(asked, self.options.chat)
         else:
             items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text)) for p in prompts]
             if several := sum(len(prompt.turns) > 1 for prompt in prompts):
@@ -119,7 +119,7 @@ class Session:
             self.notes[suite.name] = "; ".join(notes)
         return fitting
 
-    def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
+    def _turns(self, prompts: Sequence[Prompt], shape: ChatSettings) -> list[Item]:
         """The turns of chats, each after the target's greedy answers to the earlier ones."""
         chats = [(prompt, list[Message](), list[Item]()) for prompt in prompts]
         for turn in range(max((len(prompt.said) for prompt in prompts), default=0)):
@@ -130,8 +130,8 @@ class Session:
                 for (_, history, _), answer in zip(going, answers):
                     history.append({"role": "assistant", "content": self.text(answer)})
             for prompt, history, items in going:
-                history += user_says(prompt.said[turn], None if turn else self.options.system)
-                items.append(Item(prompt, chat_ids(self.tokenizer, history)))
+                history += user_says(prompt.said[turn], None if turn else shape.system)
+                items.append(Item(prompt, chat_ids(self.tokenizer, history, shape.args())))
         return [item for *_, items in chats for item in items]
 
     def written(

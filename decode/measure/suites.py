@@ -27,14 +27,14 @@ from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
 from decode.errors import UserError, unknown
 from decode.files import Fields
-from decode.incoming import columnar_row, text_lines, whole_rows
+from decode.incoming import arrow_batches, columnar_rows, text_lines, whole_rows
 from decode.measure.arithmetic import problems
 
 Row = Fields
 
 # -- rows of files and of the Hub -------------------------------------------------------------------------------------
 
-FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".txt")
+FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
 """File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
 JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
 csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
@@ -54,8 +54,9 @@ def _read(path: Path) -> Iterator[Any]:
         case ".parquet":
             import pyarrow.parquet
 
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
-                yield from map(columnar_row, batch.to_pylist())
+            yield from columnar_rows(pyarrow.parquet.ParquetFile(path).iter_batches())  # ArrowInvalid is a ValueError
+        case ".arrow":
+            yield from columnar_rows(arrow_batches(path))
         case ".csv":
             reader = csv.DictReader(text_lines(path, ""), strict=True)
             for row in reader:

@@ -3,9 +3,11 @@
 Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -28,6 +30,8 @@ from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
@@ -38,8 +42,16 @@ from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.mtp import MTP, load_mtp
-from decode.models.sources import Name, language_config, language_model, located, read_weights, reading
-from decode.models.tokens import added_ids, turn_end
+from decode.models.sources import (
+    Name,
+    in_parts,
+    language_config,
+    language_model,
+    located,
+    read_weights,
+    reading,
+)
+from decode.models.tokens import TRAINED, added_ids, turn_end
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
@@ -100,6 +112,7 @@ def load_model(
     dtype: str,
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    wanted: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode; of a model that reads images or audio too, the language model alone.
@@ -110,6 +123,8 @@ def load_model(
         dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
         trust_remote_code: run code of the Hub repository.
+        wanted: pattern of the names in a folder's files of tensors that are read; the other ones are on the meta
+            device, as are quantised ones. None: all are read.
         options: further arguments of transformers' ``from_pretrained``.
 
     Raises:
@@ -118,26 +133,31 @@ def load_model(
     """
     device, extra = choose_device(device), dict(options)
     number_format = choose_dtype(dtype, device)
-    auto, inside = AutoModelForCausalLM, False
     with reading(name, "model"):
         folder, at = located(name)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
-        quantised = getattr(config, "quantization_config", None)
+        auto, config, quantised = _described(folder, trust_remote_code=trust_remote_code, **at)
+        inside = auto is AutoModelForMultimodalLM and not (quantised and wanted is None)
+        if wanted is not None:
+            vars(config).pop("quantization_config", None)
+            with torch.device("meta"):
+                empty = auto.from_config(config, trust_remote_code=trust_remote_code)
+            auto, tensors = type(empty), in_parts(Path(folder), empty, wanted, quantised=quantised)
+            at = at | {"config": config, "state_dict": tensors}
         if device_map:
             extra["device_map"] = device_map
         elif quantised or "quantization_config" in options:
             extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
-        if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-            auto, inside = AutoModelForMultimodalLM, not quantised
         if device.type != "cpu" and not inside:
             extra.setdefault("device_map", {"": device})  # straight there: no whole copy in the host's memory
         options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
-        model = read_weights(auto, folder, name, **options, **({} if inside else extra))
+        model = read_weights(auto, folder, name, quantised=quantised, **options, **({} if inside else extra))
         if inside:
             model = language_model(model, **extra)
         if quantised and getattr(model, "hf_quantizer", None) is None:  # transformers made plain weights of them
             _made_plain(model, options["dtype"])
-        if "device_map" not in extra:
+        if wanted is not None:
+            model.generation_config = files_of(name, trust_remote_code=trust_remote_code).generation_config
+        elif "device_map" not in extra:
             model = model.to(device)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4's class names another
@@ -157,6 +177,23 @@ def _made_plain(model: PreTrainedModel, dtype: torch.dtype | str) -> None:
     model._weight_conversions = [each for each in changes if each not in packing] or None
 
 
+def _described(folder: str, **options: Any) -> tuple[Any, PretrainedConfig, bool]:
+    """The class that reads what a folder or Hub name holds, its configuration, and whether it is quantised.
+
+    Raises:
+        UserError: it is quantised in a way that transformers would ignore.
+    """
+    config = AutoConfig.from_pretrained(folder, **options)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
+        raise UserError(
+            f"the model {folder!r} is quantised by the method {quantised['quant_method']}, which transformers does not "
+            "read: take it in another format"
+        )
+    inside = language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if inside else AutoModelForCausalLM, config, bool(quantised)
+
+
 def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name, or of a GGUF file.
 
@@ -168,6 +205,14 @@ def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrained
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
 
 
+def trained_prompts(name: Name) -> Fields:
+    """`TRAINED` of the files of a draft, or of a folder of probes; empty if there is none."""
+    with suppress(OSError):  # what is not there is refused where it is opened
+        folder, at = located(name)
+        return get_tokenizer_config(folder, **at).get(TRAINED) or {}
+    return {}
+
+
 def load_config(name: Name, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration of the model that `load_model` opens, without its weights.
 
@@ -176,7 +221,7 @@ def load_config(name: Name, *, trust_remote_code: bool = False) -> PretrainedCon
     """
     with reading(name, "model"):
         folder, at = located(name)
-        return language_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at))
+        return language_config(_described(folder, trust_remote_code=trust_remote_code, **at)[1])
 
 
 def files_of(name: Name, *, trust_remote_code: bool = False) -> Any:
@@ -271,7 +316,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     if other:
         raise UserError(
             f"the draft's tokenizer is not the target's: {other[0]}; use a draft of the same model family, or train "
-            "one with python -m distill; transformers' own assisted generation takes a draft of another tokenizer "
+            "one with draftsmith distill; transformers' own assisted generation takes a draft of another tokenizer "
             "(generate with assistant_model and assistant_tokenizer)"
         )
 

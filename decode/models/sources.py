@@ -5,8 +5,9 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import RLock
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, snapshot_download
+from safetensors import safe_open
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,9 +38,10 @@ from decode.files import Fields, read_model_json, replaced
 # -- names -------------------------------------------------------------------------------------------------------------
 
 Name = str | os.PathLike[str]  # a folder, a name on the Hub (with its revision after an @) or a GGUF file
+INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 JSON_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "model.safetensors.index.json",
+    INDEX,
 )  # fmt: skip
 
 NUMBERS = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -66,6 +69,27 @@ def pinned(name: Name) -> tuple[str, Fields]:
     """A Hub name, and the revision after its @ as an argument of the Hub's libraries; folders stay as they are."""
     repository, at, revision = str(name).rpartition("@")
     return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
+
+
+MODEL_FILES = (
+    "*config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "gguf/*.gguf", "*token*", "*vocab*",
+    "*merges*", "*.model", "*.tiktoken", "*.spm", "tekken.json", "bpe.codes", "dict.txt", "emoji.json",
+    "normalizer.json", "*.jinja", "chat_template*", "additional_chat_templates/*", "*.py",
+)  # fmt: skip
+"""Files of a folder or a Hub repository that a model, its tokenizer and a head are read from."""
+
+
+def fetched(name: Name, patterns: Iterable[str] = MODEL_FILES) -> Path:
+    """The folder of a model, or of a Hub name, whose files of these names are downloaded to the Hub's cache.
+
+    Raises:
+        UserError: it does not exist, or the Hub cannot be reached.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    with reading(name, "model"):
+        repository, at = located(name)
+        return Path(snapshot_download(repository, allow_patterns=[*patterns], **at))
 
 
 def hub_offline() -> bool:
@@ -104,7 +128,7 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
         return UserError(f"cannot load the {what}: there is no folder {str(name)!r}: {wanted}")
     if path.suffix.lower() == ".gguf":
         hint = "; download it again, or take the model's safetensors files"
-    elif (path / "adapter_config.json").exists():
+    elif (path / ADAPTER).exists():
         hint = (
             "; it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base, folder)"
             ".merge_and_unload().save_pretrained(path)) and give the merged folder"
@@ -115,6 +139,87 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
             "(HF_HUB_OFFLINE) or does not answer: fetch the model with `hf download` where there is a network"
         )
     return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first_line(error)}{hint}")
+
+
+# -- files of weights --------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a folder's model, head or adapter is read from, whether they are there or not.
+
+    These are transformers' choice: the single file, or the shards of the index, which an earlier save may have left
+    without its shards. All files where there is neither, as of an adapter.
+
+    Raises:
+        UserError: a single file beside shards, or an adapter beside either.
+    """
+    single, index = folder / "model.safetensors", read_model_json(folder / INDEX).get("weight_map", {})
+    shards = [folder / file for file in sorted({*index.values()})]
+    sets = {file.name for file in (single, *shards[:1], folder / ADAPTER) if file.is_file()}
+    if len(sets) > 1:
+        raise UserError(
+            f"{folder} holds {' and '.join(sorted(sets))}, of which transformers and engines read different ones: "
+            "leave the files of one model there (shards with their index), and move the others to a folder of their own"
+        )
+    return [single] if single.is_file() else shards or sorted(folder.glob("*.safetensors"))
+
+
+def tensors_in(folder: Path) -> Fields:
+    """The tensors in a folder's `weight_files` by name, as slices of safetensors: headers are read, and they are not.
+
+    Raises:
+        UserError: a file that is not there, not whole, or a pointer of Git LFS.
+    """
+    found: Fields = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, "pt") as opened:
+                found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        except Exception as error:  # safetensors has a kind of its own for what is not whole
+            raise UserError(
+                f"{file} cannot be read: {first_line(error)}; it is missing, cut off or a pointer of Git LFS (then git "
+                "lfs pull fetches it): download it again, with all files of the model"
+            ) from error
+    return found
+
+
+PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass
+class Unread:
+    """A tensor that stays on the meta device, wherever its model is put, in the place of a slice of safetensors."""
+
+    shape: list[int]
+
+    def __getitem__(self, place: Any) -> "Unread":
+        return self
+
+    def to(self, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        """The tensor."""
+        return torch.empty(self.shape, dtype=dtype, device="meta")
+
+
+def in_parts(folder: Path, empty: PreTrainedModel, wanted: str, *, quantised: bool) -> Fields:
+    """The tensors in a folder by name; those that are not ``wanted`` are `Unread`, as are a quantised model's.
+
+    Such a one gets what an ordinary one has, ``empty``: the packages of its method may be there for an engine alone.
+    """
+    tensors = tensors_in(folder)
+    shapes = {name: part.get_shape() for name, part in tensors.items()}
+    if quantised:
+        shapes = {name: [*x.shape] for name, x in empty.state_dict().items() if name not in empty.all_tied_weights_keys}
+    read = {name for name, part in tensors.items() if part.get_dtype() in PLAIN and re.search(wanted, name)}
+    return {name: tensors[name] if name in read else Unread(shape) for name, shape in shapes.items()}
+
+
+PACKED = re.compile(r"F[468]_?|[IU]\d+ .*(weight|bias|proj)$")
+
+
+def packed(tensors: Fields) -> list[str]:
+    """Which tensors of `tensors_in` are in a format that takes scales."""
+    formats = [f"{part.get_dtype()} {key}" for key, part in tensors.items()]
+    return [f"{each}: a format that takes a scale, and none is read" for each in formats if PACKED.match(each)]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -137,22 +242,43 @@ def quiet() -> Iterator[None]:
                 hf_logging.enable_progress_bar()
 
 
-def read_weights(auto: Any, folder: str, name: Name, **options: Any) -> PreTrainedModel:
+UNREAD = (
+    r"(^|\.)mtp|inv_freq$|position_ids$|(attn|attention)\.(masked_bias|bias|causal_mask)$"  # layers; old files' buffers
+    r"|(^|\.)(mm_|multi_?modal|(embed_)?(vis|image|video|audio|speech))\w*(\.|$)"  # towers
+    r"|\.(input|output|activation|[qkv]|kv)_(scale|zero_point)$"  # of engines that compute in 8 bits
+)
+"""Names of tensors that a language model may leave unread, besides those that transformers' class of it names."""
+
+
+def read_weights(auto: Any, folder: str, name: Name, *, quantised: bool = False, **options: Any) -> PreTrainedModel:
     """A model by transformers' ``from_pretrained`` of a class.
 
     Raises:
-        UserError: weights that are missing or have another shape than the configuration says.
+        UserError: weights that are missing, have another shape than the configuration says, are read by nothing, or
+            take scales where the configuration does not call the model ``quantised``.
     """
+    tensors = {} if "gguf_file" in options else tensors_in(Path(folder))  # none of a Hub name
     with quiet():  # sizes that differ are refused below, by name
         model: PreTrainedModel
         model, info = auto.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True, **options
+            None if "state_dict" in options else folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            **options,
         )
+    text = model.config.get_text_config()
+    ahead = range(getattr(text, "num_nextn_predict_layers", None) or 0)
+    layers = [str(text.num_hidden_layers + number) for number in ahead]
+    unread = rf"{UNREAD}|\blayers\.({'|'.join(layers) or 'none'})\."
+    unexpected = {key for key in info["unexpected_keys"] if not re.search(unread, key)}
+    unexpected -= {key for key in unexpected & tensors.keys() if not tensors[key][...].any()}  # GPTQ adds biases of 0
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [
         f"{key} is {list(seen)} instead of {list(wanted)}" for key, seen, wanted in sorted(info["mismatched_keys"])
     ]
-    if wrong:
+    wrong += [f"{key} has no place in it" for key in sorted(unexpected)]
+    if wrong := wrong + ([] if quantised else packed(tensors)):
         raise UserError(
             f"the weights of the model {str(name)!r} do not fit its configuration: {', '.join(wrong[:3])} "
             f"({len(wrong)} in all); take both from one model, or download or save it again"
@@ -301,9 +427,12 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     base = decoder if decoder.get_output_embeddings() is None else decoder.base_model
     weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in base.state_dict().items()}
     weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
+    weights = {key: Unread([*weight.shape]) if weight.is_meta else weight for key, weight in weights.items()}
     made = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     made.generation_config = copy.deepcopy(model.generation_config)
     made.config.name_or_path = model.config.name_or_path  # where its next-token layers are read
+    if any(weight.is_meta for weight in made.parameters()):  # it was read in parts
+        return made
     ids = (torch.arange(8) * 7 % len(head.weight))[None]
     wanted, logits = (m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float() for m in (model, made))
     gap = float((wanted - logits.to(wanted)).abs().max() / wanted.abs().max().clamp_min(1e-6))

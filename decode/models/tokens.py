@@ -25,6 +25,9 @@ Message = Fields
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
 PROMPT_END = "prompt_end"
 """A field of tokenizer_config.json: the end of all prompts that a model made here has seen; shells leave it out."""
+TRAINED = "trained_prompts"
+"""A field of tokenizer_config.json: what shaped the prompts of a model's training here, the fields of
+`decode.options.ChatSettings`."""
 REASONING = "reasoning_content", "reasoning", "thinking"
 """The names under which templates read what an assistant thought before it answered; they mean the same."""
 MARKED = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
@@ -117,6 +120,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None
         UserError: which of them it leaves out or refuses.
     """
     question, answer = (turn["content"] for turn in MARKED)
+    if not tokenizer.chat_template:
+        render_chat(tokenizer, MARKED, ask=False)
     try:
         refuses = answer not in render_chat(tokenizer, MARKED, ask=False)
     except UserError:
@@ -155,8 +160,8 @@ def render_chat(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
-            "prompts (--chat false, data.chat false)"
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, give one "
+            "(--chat-template, data.chat_template), or plain prompts (--chat false, data.chat false)"
         )
     parts, args = _reads_parts(tokenizer, str(tokenizer.chat_template)), template_args or {}
     try:

@@ -1,4 +1,4 @@
-"""All settings of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
+"""All settings of ``draftsmith distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
 
 import copy
 import re
@@ -161,9 +161,8 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
     tracker: Literal["wandb", "none"] = "wandb"
-    """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
-    tags: list[str] = field(default_factory=list)
-    """Tags of the W&B runs: one for each stage, in a group of the run's name."""
+    """Where settings, losses and the report are recorded. W&B, a run for each stage in a group of the run's name, is
+    offline unless you are logged in and it answers."""
     overwrite: bool = False
     """Remove an export, a stage or checkpoints made from other settings or files. Without it they are kept, as
     export.old-1 and so on, and taken again with the settings of before."""
@@ -210,6 +209,7 @@ class Settings:
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind not in TARGETS, "target.kind", f"expected one of {', '.join(TARGETS)}"),
             (target.round_to and target.kind != "as_is", "target.round_to", f"for kind as_is, not {target.kind}"),
+            (self.teacher.responses.temperature == [], "teacher.responses.temperature", "expected at least one"),
             (whole, "teacher.engine.keep", "and heads and a draft_vocab learn from whole distributions here: set it "
              "to bfloat16 or float8"),
             (prompts and self.drafts and not answers, "data.source", "whose prompts have no answers: set "

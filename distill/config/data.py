@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
-from decode.incoming import text_lines
 from decode.measure.suites import PRESETS
+from decode.options import ChatSettings
 from distill.config.base import Split, Values, refuse
 
 
@@ -28,7 +28,7 @@ class PromptSettings:
 
 
 @dataclass
-class DataSettings:
+class DataSettings(ChatSettings):
     """The corpus: where its rows come from, how they become texts, how many there are and how long they may be."""
 
     source: str = "arithmetic"
@@ -43,14 +43,7 @@ class DataSettings:
     """Format string over the columns, such as '{question}\\n'. null: the preset's, or the usual columns."""
     response_template: str | None = None
     """How a row becomes a response, such as '{answer}'. null: as for prompt_template."""
-    chat_template: str | None = None
-    """Jinja template of chats, or a file with one, for tokenizers that have none. null: the tokenizer's."""
-    chat: Literal["auto"] | bool = "auto"
-    """Whether pairs are put into the chat template, as instruct models are served. auto: if the tokenizer has one."""
-    system: str | None = None
-    """System message of chats without one, and of pairs in the chat template. null: what the template writes."""
-    template_args: Values = field(default_factory=dict)
-    """Further variables of the chat template, such as {enable_thinking: false}."""
+    chat: Literal["auto"] | bool | None = "auto"
     train_examples: PositiveInt | Literal["all"] | None = 20_000
     """Training examples at most, a sample chosen by the seed; all or null: every one."""
     validation_examples: PositiveInt = 512
@@ -81,16 +74,6 @@ class DataSettings:
     def key(self) -> Values:
         """Return the settings that decide what the examples are, not how they are made and read."""
         return asdict(replace(self, chat_template=self.template(), loader_workers=0))
-
-    def template(self) -> str | None:
-        """Return the chat template, which may be in a file."""
-        if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
-            return self.chat_template
-        try:
-            return "".join(text_lines(self.chat_template))
-        except UserError as error:
-            known = f"expected a Jinja template (with {{{{ or {{%) or a file that can be read ({error})"
-            raise UserError(f"data.chat_template is {self.chat_template!r}, {known}") from error
 
     def templates(self) -> tuple[str, str] | None:
         """Return the templates of these settings, with line breaks and tabs that a shell or YAML left escaped."""

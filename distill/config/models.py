@@ -40,9 +40,12 @@ class TrainingSettings:
     length_bucket: PositiveInt = 16
     """Batches that are drawn together and cut from a list sorted by length, for less padding. 1: all are random."""
 
-    def steps_for(self, examples: int) -> int:
-        """Return the optimiser steps of a training on a number of examples."""
-        return self.steps or max(1, round((self.epochs or 0) * examples / self.batch_size))
+    def steps_for(self, examples: int, where: str = "training.") -> int:
+        """Return the optimiser steps of a training on a number of examples; a warm-up that takes all is refused."""
+        steps = self.steps or max(1, round((self.epochs or 0) * examples / self.batch_size))
+        told = f"and the training has {steps} steps, so that lr is never reached: lower it, or train for longer"
+        refuse(self, (self.warmup_steps >= steps, "warmup_steps", told), where=where)
+        return steps
 
     def optimizer_class(self) -> tuple[Any, Values]:
         """Return the class of an optimiser other than these two, and its arguments beside the learning rate."""
@@ -53,6 +56,8 @@ class TrainingSettings:
         """Check that the length of the training is given exactly once, and that the optimiser takes its arguments."""
         both = (self.steps is None) == (self.epochs is None)
         refuse(self, (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"), where=f"{where}.")
+        if self.steps:
+            self.steps_for(0, f"{where}.")
         try:
             if self.optimizer not in ("adamw", "muon"):
                 kind, arguments = self.optimizer_class()
@@ -92,7 +97,7 @@ class LoraSettings:
 
 @dataclass
 class LayerSkipSettings:
-    """LayerSkip's recipe: it lets the model's first layers draft for the whole (see python -m probes)."""
+    """LayerSkip's recipe: it lets the model's first layers draft for the whole (see draftsmith probe)."""
 
     enabled: bool = False
     """Train the target with this recipe: a given one (finetune, lora) on its answers where it writes the responses."""

@@ -21,7 +21,7 @@ class EngineSettings:
 
     urls: list[str] = field(default_factory=list)
     """Addresses such as http://127.0.0.1:8000/v1 of servers of the target that return token ids (key: OPENAI_API_KEY),
-    for answers, and with signal vllm for states (python -m distill check-engine prints their command)."""
+    for answers, and with signal vllm for states (draftsmith distill check-engine prints their command)."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of the command that check-engine prints, such as [--quantization=fp8]: the servers are started
     with them, and what they change is made again."""
@@ -43,8 +43,10 @@ class ResponseSettings:
 
     source: Literal["dataset", "target"] = "dataset"
     """dataset: those of the data set. target: the target answers the prompts, once. See also drafts.NAME.on_policy."""
-    temperature: Temperature = 1.0
-    """Sampling temperature of written responses; 0 is greedy."""
+    temperature: Temperature | list[Temperature] = 1.0
+    """Sampling temperature of written responses; 0 is greedy. Of a list, such as [0.6, 0.8, 1.0], each prompt takes
+    one, in turn, and so does each rewriting of a draft's own texts; servers' answers are then not checked to be
+    samples."""
     top_p: Share = 1.0
     """Probability mass of nucleus sampling; 1 samples from the whole distribution."""
     max_new_tokens: PositiveInt = 256

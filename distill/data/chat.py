@@ -8,9 +8,9 @@ row that cannot be used raises `UnusableRow`; the corpus leaves it out and count
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -31,7 +31,7 @@ from decode.models.tokens import (
     render_chat,
     start_ids,
 )
-from distill.data.messages import KEYS, Messages, UnusableRow
+from distill.data.messages import KEYS, LEAVE_OUT, Messages, UnusableRow
 
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
@@ -205,25 +205,31 @@ class ChatFormat:
     template_args: Fields = field(default_factory=dict)
     ends: Sequence[int] = ()  # ids that end the target's texts; none: the tokenizer's end-of-text token
 
-    def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Any = None) -> str:
+    def of(self, variables: Fields) -> "ChatFormat":
+        """The format of a row with ``variables`` of the template, such as ``tools``, which win over the settings'."""
+        return replace(self, template_args=self.template_args | variables) if variables else self
+
+    def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
         """The messages as the template writes them; with ``ask`` up to the start of the assistant's next turn.
 
         Raises:
             UnusableRow: The template refuses the messages, or there is none.
         """
-        extra = {**self.template_args, **({"tools": tools} if tools else {})}
+        messages = [{key: value for key, value in turn.items() if key != "train"} for turn in messages]
         try:
-            return render_chat(self.tokenizer, messages, ask=ask, template_args=extra)
+            return render_chat(self.tokenizer, messages, ask=ask, template_args=self.template_args)
         except UserError as error:
             raise UnusableRow("that the chat template refuses", str(error)) from error
 
-    def ask(self, messages: Messages, tools: Any = None) -> str:
-        """The prompt of the assistant's next turn, in which every earlier turn of others stands.
+    def ask(self, messages: Messages) -> str:
+        """The prompt of the assistant's next turn, in which every earlier turn of others and every tool stands.
 
         Raises:
             UnusableRow: The template refuses the messages or leaves one out.
         """
-        prompt = self.render(messages, ask=True, tools=tools)
+        prompt = self.render(messages, ask=True)
+        if not all(tool["function"]["name"] in prompt for tool in self.template_args.get("tools", ())):
+            raise UnusableRow("with tools that the chat template does not write", LEAVE_OUT)
         written = Written(prompt)
         for message in messages:
             in_order = message["role"] not in ("system", "developer")  # a template may write it later (Mistral)
@@ -263,23 +269,22 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
     Raises:
         UnusableRow: See `chat_turns`.
     """
+    messages, variables = json.loads(row["messages"]), json.loads(row["variables"] or "{}")
     if chat is None:
+        if len(messages) > 2 or variables:
+            raise UnusableRow("with a system message, a history or tools, but no chat template", LEAVE_OUT)
         return [Turn(row["prompt"], row["response"], (row["response"],))], []
-    if row["messages"]:
-        messages = json.loads(row["messages"])
-    else:  # what only separates a pair's prompt and response is left to the template
-        texts = {"user": row["said"] or row["prompt"], "assistant": row["response"]}
-        messages = [{"role": role, "content": text.strip()} for role, text in texts.items()]
+    chat = chat.of(variables)
     if messages[-1]["role"] != "assistant":
         return [Turn(chat.ask(chat.prepared(messages)), "")], []
-    turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
+    turns, notes = chat_turns(chat, messages)
     return turns, [*filter(None, [row["note"]]), *notes]
 
 
-def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple[list[Turn], list[str]]:
-    """The assistant's turns of a conversation, each behind the prompt that it has when the model is served.
+def chat_turns(chat: ChatFormat, messages: Messages) -> tuple[list[Turn], list[str]]:
+    """The assistant's turns of a conversation that are learned, each behind the prompt that it has when it is served.
 
-    ``messages`` are from `clean_messages`, ``tools`` descriptions of the tools, for templates that write them.
+    ``messages`` are from `distill.data.messages.row_chat`.
 
     Returns:
         The turns, and what is to be noted of the row.
@@ -292,15 +297,15 @@ def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple
     notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
     turns = []
     for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = chat.ask(messages[:place], tools)
-            turn, note = _answered(chat, prompt, messages[:place], message, tools)
+        if message["role"] == "assistant" and message.get("train", True):
+            prompt = chat.ask(messages[:place])
+            turn, note = _answered(chat, prompt, messages[:place], message)
             turns.append(turn)
             notes += [note] * bool(note)
     return turns, list(dict.fromkeys(notes))
 
 
-def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message, tools: Any) -> tuple[Turn, str]:
+def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message) -> tuple[Turn, str]:
     """A turn of the assistant with what is learned of it, and a note.
 
     The answer is what the template writes behind the prompt, with three exceptions:
@@ -311,14 +316,14 @@ def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message
     """
     note, thought, content = "", message.get(REASONING[0], ""), message["content"]
     calls = [call["function"] for call in message.get("tool_calls", [])]
-    after = chat.render([*history, message], tools=tools)
+    after = chat.render([*history, message])
     answer = after[len(prompt) :] if after.startswith(prompt) else ""
     complete = bool(answer) and all(text.strip() in answer for text in (thought, content))
     history = last_exchange(history)
     if not complete or not (thought or answer.lstrip().startswith(content.strip() or MARK)):
         if not thought and (inline := re.match(r"\s*<think>(.*?)</think>(.*)", content, re.DOTALL)):
             thought, content = inline[1].strip(), inline[2].strip()
-        parts = answer_parts(chat, history, message, tools)
+        parts = answer_parts(chat, history, message)
         if thought and parts.opening is None:
             raise UnusableRow("with reasoning that the chat template does not write")
         if not complete:
@@ -332,7 +337,7 @@ def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message
     if (ended := _until_stop(chat, answer)) is None:
         follower = {"role": "tool" if calls else "user", "content": THOUGHT}
         tail, closing = (
-            chat.render([*history, {**message, "content": MARK}, *next_turn], tools=tools).partition(MARK)[2]
+            chat.render([*history, {**message, "content": MARK}, *next_turn]).partition(MARK)[2]
             for next_turn in ([], [follower])
         )
         ended = (stop := _until_stop(chat, closing.partition(THOUGHT)[0])) and answer.removesuffix(tail) + stop
@@ -362,7 +367,7 @@ class AnswerParts(NamedTuple):
     turn: str  # the message itself
 
 
-def answer_parts(chat: ChatFormat, history: Messages, message: Message, tools: Any) -> AnswerParts:
+def answer_parts(chat: ChatFormat, history: Messages, message: Message) -> AnswerParts:
     """How a template writes an assistant's turn behind its prompt, both seen from the turn before on.
 
     What is earlier is not compared, because templates rewrite it: reasoning is left out, and a system message moves to
@@ -376,7 +381,7 @@ def answer_parts(chat: ChatFormat, history: Messages, message: Message, tools: A
 
     def behind_question(*turns: Message) -> str:
         messages = [*history[:-1], {**history[-1], "content": ASKED}, *turns]
-        return chat.render(messages, ask=not turns, tools=tools).rpartition(ASKED)[2]
+        return chat.render(messages, ask=not turns).rpartition(ASKED)[2]
 
     def written(content: str, *names_of_thought: str) -> tuple[str, str]:
         """What stands before and after the content; both empty where the template does not write it."""

@@ -9,7 +9,8 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,8 @@ from decode.errors import UserError
 from decode.files import read_json, replaced, write_json
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
-from decode.models.tokens import PROMPT_END, check_template
+from decode.models.tokens import PROMPT_END, TRAINED, check_template
+from decode.options import ChatSettings
 from decode.progress import current
 from distill import ranks
 from distill.config.data import DataSettings
@@ -39,7 +41,7 @@ from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_r
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 10  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 12  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -118,6 +120,8 @@ def load_corpus(
     ranks.barrier()
     splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
+    # saved with every model of the run
+    tokenizer.init_kwargs[TRAINED] = {key: settings.key()[key] for key in vars(ChatSettings())}
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
 
 
@@ -132,7 +136,7 @@ def _make(
     """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
 
     def form(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-        return ChatFormat(tokenizer, settings.system, settings.template_args, stop_ids(files, tokenizer))
+        return ChatFormat(tokenizer, settings.system, settings.args(), stop_ids(files, tokenizer))
 
     if settings.from_target:
         if sampler is None or tokenizer is None:
@@ -150,15 +154,12 @@ def _make(
         if rows.kind == "pairs" and all(prompt.endswith("\n") for prompt in train[:100]["prompt"]):
             tokenizer.init_kwargs[PROMPT_END] = "\n"
         tokenizer.save_pretrained(folder / "tokenizer")
-    by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
+    by_setting = bool(tokenizer.chat_template) if settings.chat in (None, "auto") else settings.chat is True
     chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
-    if chat and not tokenizer.chat_template:
-        raise UserError(
-            f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
-            "model's tokenizer, give data.chat_template, or pairs with data.chat false"
-        )
     if chat:
         check_template(tokenizer, settings.system)
+        if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(settings.template_args):
+            rows.notes.append(f"the chat template writes the date: texts hold {date.today():%d %B %Y}, later too")
         if rows.kind == "pairs":
             rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
     learned = settings.key() | {"test_examples": None}  # by it answers and signals are known
@@ -174,7 +175,9 @@ def _make(
             blocks = islice(text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length), limit)
             made = mapped_table(folder / "tokenised" / f"{split}.arrow", ENTRIES, map(_entry, blocks))
         else:
-            tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
+            tokenised = partial(
+                _tokenised, settings=settings, form=replace(form(tokenizer), template_args={}), chat=chat
+            )
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
         rows.notes += sentences(split, left_out)
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
@@ -199,9 +202,9 @@ def _make(
 
 
 def _text_of(row: Row) -> str:
-    if row["messages"]:
-        return "\n".join(message["content"] for message in json.loads(row["messages"]))
-    return str(row["text"] or row["prompt"] + row["response"])
+    if text := row["text"] or row["prompt"] + row["response"]:
+        return str(text)
+    return "\n".join(message["content"] for message in json.loads(row["messages"]))
 
 
 def _entry(example: Example | None = None, **about: Any) -> Row:
@@ -249,6 +252,8 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
 
     for values in zip(*columns.values()):
         row = dict(zip(columns, values))
+        if chat:
+            row["variables"] = json.dumps(settings.args(row["number"]) | json.loads(row["variables"] or "{}"))
         try:
             turns, notes = render_row(row, form if chat else None)
         except UnusableRow as error:
@@ -264,7 +269,7 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             continue
         if len(examples) > 1:
             tell(row, "split into one example per assistant turn: the chat template changes earlier turns")
-        conversation = f"[{row['messages']}, {row['tools'] or 'null'}]" if len(turns) > 1 else ""
+        conversation = f"[{row['messages']}, {row['variables'] or '{}'}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if over := len(example.input_ids) > settings.max_length:
                 del example.input_ids[settings.max_length :], example.labels[settings.max_length :]

@@ -15,16 +15,15 @@ from datasets import Dataset
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.incoming import whole_rows
-from decode.measure.suites import Row, iter_rows, messages_of
+from decode.measure.suites import Row, iter_rows
 from decode.models.tokens import added_ids, plain_ids, written_ids
 from decode.progress import current
 from decode.writing import GROUP
 from distill.config.base import Values
 from distill.config.data import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat
-from distill.data.messages import Messages, UnusableRow, read_messages
-from distill.data.sources import plain_rows
+from distill.data.messages import OTHER_TEXTS, Messages, UnusableRow
+from distill.data.sources import LeftOut, plain_chat, plain_rows, sentences, shaped, turns_of
 from distill.data.writing import Job, Write, keep_texts
 from distill.files import fingerprint
 from distill.kept import TEXT_IDS, Kept
@@ -37,6 +36,8 @@ BATCH = 64  # prompts written together
 SAMPLING = LogitsWarper(1.0, top_p=0.95)  # Magpie samples broadly, and leaves out what is hardly ever said
 ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
 MORE = "data.prompts.openings gives other first words, data.prompts.file prompts of your own"
+ASKED = "messages", "conversations", "turns", "instruction", "question", "prompt"
+"""Columns in which a prompt may stand, in the order in which they are looked at."""
 PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
 
 
@@ -103,24 +104,21 @@ def prompt_rows(
         return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
 
     if path is not None:
-        read = list(iter_rows(path))
-        asked: list[Row] = [{"messages": prompt_of(row)} for row in read]
-        whole = whole_rows(asked, lambda note: notes.append(f"prompts from {path}: {note}"))
-        given = [row["messages"] for row in whole if row["messages"]]
+        read, left_out = list(iter_rows(path)), LeftOut()
+        given = list(shaped(read, prompt_of, left_out))
+        notes += sentences(f"prompts from {path}", left_out)
         if not given:
             raise UserError(
                 f"data.prompts.file {path!r} holds no prompts: a row needs a column instruction (and input), "
                 "question, prompt, messages or turns, the first row has " + ", ".join(map(repr, read[0]))
             )
         Random(f"{seed}/prompts").shuffle(given)
-        new = [messages for messages in given if keeps(str(messages[-1]["content"]))]
+        new = [row for row in given if keeps(json.loads(row["messages"])[-1]["content"])]
         share, numbered = min(1.0, len(new) / sum(limits.values())), iter(enumerate(new, 1))
         for split, limit in limits.items():
-            rows[split] = [_row(*prompt) for prompt in islice(numbered, round(share * limit))]
-        notes.append(
-            f"prompts from {path}: {sum(map(len, rows.values()))} used, {dropped.total()} dropped as "
-            f"repetitions, {asked.count({'messages': []})} rows without a prompt"
-        )
+            rows[split] = [row | {"number": number} for number, row in islice(numbered, round(share * limit))]
+        used = sum(map(len, rows.values()))
+        notes.append(f"prompts from {path}: {used} used, {dropped.total()} dropped as repetitions")
         dropped.clear()
     if missing := [split for split, limit in limits.items() for _ in range(limit - len(rows[split]))]:
         if samples is None:
@@ -144,32 +142,34 @@ def prompt_rows(
                         f"{len(missing)} wanted ({reasons()}): use an instruction-tuned target, or another setting "
                         f"({MORE})"
                     )
-            rows[split].append(_row(written, [{"role": "user", "content": (sample.opening + sample.text).strip()}]))
+            asked = [{"role": "user", "content": (sample.opening + sample.text).strip()}]
+            rows[split].append({"messages": json.dumps(asked, ensure_ascii=False), "number": written})
         share = len(missing) / written
         notes.append(f"prompts of the target: {written} written, {share:.0%} kept; dropped: {reasons()}")
     return {split: plain_rows(rows[split]) for split in ORDER}, notes
 
 
-def _row(number: int, messages: Messages) -> Row:
-    return {"messages": json.dumps(messages, ensure_ascii=False), "number": number}
+def prompt_of(row: Row) -> Row:
+    """The turns of a row up to the first question in the plain shape; rows may have any of the usual ones.
+
+    Raises:
+        UnusableRow: No question, or see `distill.data.messages.row_chat`.
+    """
+    name = next((name for name in ASKED if row.get(name)), "prompt")
+    asked = row.get(name)
+    if name == "instruction":
+        asked = "\n\n".join(str(part) for part in (asked, row.get("input")) if part)
+    elif isinstance(asked, list) and isinstance(asked[0], str):
+        asked = asked[0]
+    read = OTHER_TEXTS if name in ASKED[:2] else ["input"] * (name == "instruction")
+    return plain_chat(row, turns_of(asked, "user"), read, _up_to_question)
 
 
-def prompt_of(row: Row) -> Messages:
-    """The turns of a row up to the first question, none without one; rows may have any of the usual shapes."""
-    chat, turns = row.get("messages") or row.get("conversations") or messages_of(row.get("prompt")), row.get("turns")
-    if not chat:
-        text = row.get("question") or row.get("prompt") or ""
-        if row.get("instruction"):
-            text = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
-        elif isinstance(turns, list) and turns:
-            text = turns[0]
-        chat = [{"role": "user", "content": text}]
-    try:
-        messages, _ = read_messages(chat)
-    except UnusableRow:
-        return []
-    turns = [{"role": message["role"], "content": message["content"].strip()} for message in messages]
-    return turns[: next((place for place, turn in enumerate(turns, 1) if turn["role"] == "user"), 0)]
+def _up_to_question(messages: Messages, note: str = "") -> Messages:
+    asked = next((place for place, turn in enumerate(messages, 1) if turn["role"] == "user"), 0)
+    if not asked:
+        raise UnusableRow("without a prompt", note)
+    return [{"role": turn["role"], "content": turn["content"].strip()} for turn in messages[:asked]]
 
 
 # -- what the target writes -------------------------------------------------------------------------------------------

@@ -1,33 +1,45 @@
 """Rows of the three splits, from wherever the settings point, in one of three plain shapes.
 
-A row is a pair (``prompt``, ``response``), a chat (``messages``, ``tools``) or a ``text``, each with its ``number`` in
-the source, from 1. Rows that do not fit are left out, counted and named. Splits that a source lacks are taken from its
-training rows by a hash of the prompt of a pair, of a whole chat or of a text, so they depend neither on the seed nor on
-the order, and equal rows stay together.
+A row is a pair (``prompt``, ``response``), a chat (``messages``) or a ``text``, each with its ``number`` in the source,
+from 1. What other columns say of a pair or a chat is in ``messages`` and ``variables`` (see `distill.data.messages`).
+Rows that do not fit are left out, counted and named. Splits that a source lacks are taken from its training rows by a
+hash of the prompt of a pair, of a whole chat or of a text, so they depend neither on the seed nor on the order, and
+equal rows stay together.
 """
 
 import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
 
 from decode.errors import UserError
 from decode.files import Fields
-from decode.incoming import DROPPED, columnar_row, is_whole
+from decode.incoming import DROPPED, columnar_rows, is_whole
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from distill.config.data import DataSettings
-from distill.data.messages import UnusableRow, clean_messages, parsed
+from distill.data.messages import (
+    CHANGES,
+    EXCLUDED,
+    OTHER_TEXTS,
+    Messages,
+    UnusableRow,
+    is_learned,
+    row_chat,
+    speaker,
+    up_to_answer,
+)
 from distill.data.tables import mapped_table
 from distill.kept import Keys
 
@@ -42,16 +54,18 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-CHAT_COLUMNS = "messages", "conversations", "chosen"
+CHAT_COLUMNS = "messages", "conversations", "prompt", "chosen", "completion", "preferred_output"
+ANSWERS = "chosen", "completion", "preferred_output", "response", "output", "answer"
+"""Columns in which the answer to the chat of another column may stand, as messages or as a text."""
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
 """Column by which rows of each kind are dealt to the splits."""
 PLAIN = Features(
-    {name: Value("string") for name in ("prompt", "response", "said", "text", "messages", "tools", "note")}
+    {name: Value("string") for name in ("prompt", "response", "text", "messages", "variables", "note")}
     | {"number": Value("int64")}
 )
-"""Columns of plain rows, empty where a shape has none. ``said`` is what a user says to a chat model, where that is not
-the prompt; ``messages`` and ``tools`` are JSON, whose values need not agree in types from row to row."""
+"""Columns of plain rows, empty where a shape has none. ``messages``, and ``variables`` of the chat template such as
+``tools``, are JSON in the order of the row, whose values need not agree in types from row to row."""
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 LeftOut = list[tuple[str, int, str]]
 """Rows that are not used as they are: reason, number, and what is particular to each."""
@@ -92,28 +106,28 @@ def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
     first = list(islice(raw["train"], 100))
     kind, shape, columns = _shape(settings, first)
     rows = SourceRows(kind, {})
-    if unread := [name for row in first[:1] for name in row if name not in columns]:
+    if unread := [name for row in first[:1] for name in row if name not in {*columns, *CHANGES}]:
         rows.notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
     for split in SPLITS:
         left_out = LeftOut()
-        shaped = _shaped(chain(first if split == "train" else (), raw.pop(split, ())), shape, left_out)
-        rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, shaped)
+        plain = shaped(chain(first if split == "train" else (), raw.pop(split, ())), shape, left_out)
+        rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, plain)
         rows.notes += sentences(split, left_out)
     _divide(rows)
     return rows
 
 
-def _shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Row]:
+def shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Row]:
     """The rows of a split in their plain shape; those that do not fit are noted."""
     empty = dict.fromkeys(PLAIN, "")
     for number, row in enumerate(rows, 1):
         try:
-            shaped = shape(row)
+            plain = shape(row)
         except UnusableRow as error:
             left_out.append((f"{error.reason} dropped", number, error.detail))
             continue
-        if is_whole(shaped):
-            yield empty | shaped | {"number": number}
+        if is_whole(plain):
+            yield empty | plain | {"number": number}
         else:
             left_out.append((DROPPED, number, ""))
 
@@ -123,27 +137,34 @@ def _divide(rows: SourceRows) -> None:
 
     What keeps rows in one split is compared by hashes: see `KEYS`.
     """
-    kept, column = rows.splits, KEYS[rows.kind]
-    keys = {split: _hashes(kept[split], column) for split in SPLITS}
+    kept, kind = rows.splits, rows.kind
+    keys = {split: _hashes(kept[split], kind) for split in SPLITS}
     if empty := [split for split in SPLITS if not len(kept[split])]:
-        names = np.array([held_out(row[column], HELD_OUT) for row in kept["train"]], "U10")
+        names = np.array([held_out(key, HELD_OUT) for key in _keys(kept["train"], kind)], "U10")
         names[~np.isin(names, empty)] = "train"
         given, its_keys = kept["train"], keys["train"]
         for split in (*empty, "train"):
             chosen = np.flatnonzero(names == split)
             kept[split], keys[split] = given.select(chosen), its_keys[chosen]
     later = np.zeros(0, np.uint64)
-    for split in reversed(SPLITS) if rows.kind != "text" else ():
+    for split in reversed(SPLITS) if kind != "text" else ():
         new = ~np.isin(keys[split], later)
         later = np.concatenate([later, keys[split]])
         if lost := int((~new).sum()):
-            what = "their prompts" if rows.kind == "pairs" else "they"
+            what = "their prompts" if kind == "pairs" else "they"
             rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
             kept[split] = kept[split].select(np.flatnonzero(new))
 
 
-def _hashes(rows: Dataset, column: str) -> Keys:
-    texts = (row[column].encode() for row in rows)
+def _keys(rows: Dataset, kind: str) -> Iterator[str]:
+    """What keeps rows in one split: equal chats do, whatever the order of their keys."""
+    for row in rows:
+        key = row[KEYS[kind]]
+        yield json.dumps(json.loads(key), ensure_ascii=False, sort_keys=True) if kind == "chat" else key
+
+
+def _hashes(rows: Dataset, kind: str) -> Keys:
+    texts = (key.encode() for key in _keys(rows, kind))
     return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), np.uint64)
 
 
@@ -156,22 +177,23 @@ def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Seq
     preset = PRESETS.get(settings.source)
     if preset is not None and not {*preset.columns} <= {*columns}:
         preset = None  # files that are not like it
-    chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows)]
-    messages = [name for name in CHAT_COLUMNS if name in (chats if name == "chosen" else columns)]
+    chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows) and name != "history"]
+    messages = [name for name in CHAT_COLUMNS if name in (columns if name in CHAT_COLUMNS[:2] else chats)]
     if messages and not templates and (preset is None or preset.kind == "chat"):
-        return "chat", partial(_chat, messages[0]), [messages[0], "tools"]
+        return "chat", partial(_chat, messages[0]), [messages[0], "prompt", *ANSWERS]
     usual: Sequence[Preset | tuple[str, str]] = [PRESETS["alpaca"], *TEMPLATES]
-    for given in [templates] if templates else [preset] if preset else usual:
-        needed, shape = _pairs(given)
-        if {*needed} <= {*columns}:
-            return "pairs", shape, columns if given is preset else [*needed, *["input"] * ("instruction" in needed)]
+    named = [templates] if templates else [preset] if preset else []
+    for given in named or usual:
+        needed, shape = _pairs(given, not named)
+        if {*needed} <= {*columns}.difference(() if named else chats):
+            return "pairs", shape, columns if given is preset else needed
     if templates:
         raise UserError(
             f"data: the templates {templates} need the columns {', '.join(needed)}, and the rows have "
             f"{', '.join(columns)}: correct data.prompt_template and data.response_template"
         )
     if len(chats) == 1:
-        return "chat", partial(_chat, chats[0]), [*chats, "tools"]
+        return "chat", partial(_chat, chats[0]), [*chats, *ANSWERS]
     if "text" in columns:
         return "text", _text, ["text"]
     raise UserError(
@@ -181,20 +203,55 @@ def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Seq
 
 
 def _chat(column: str, row: Row) -> Row:
-    tools = parsed(row.get("tools") or None, "whose tools are no JSON")
-    messages, note = clean_messages(row.get(column))
+    """A chat whose answer may stand in another column, as in TRL's, LLaMA-Factory's and OpenAI's preferences."""
+    if isinstance(given := row.get("input"), dict):  # OpenAI's
+        row = {"prompt": given.get("messages")} | given | row
+    place = column if column in ANSWERS else next((name for name in ANSWERS if row.get(name)), "")
+    begun, answer = row.get("prompt" if place == column else column), turns_of(row.get(place), "assistant")
+    turns: Any = turns_of(begun, "user") if answer else begun
+    if answer and speaker(answer[0]) != "assistant":  # the whole chat
+        turns = answer
+    elif answer and (not turns or speaker(turns[-1]) != "assistant"):
+        turns = turns + answer
+    elif answer and (column == "prompt" or not isinstance(row[place], str)):
+        raise UnusableRow(f"whose {place} follows an answer in their {column}")
+    return plain_chat(row, turns, {column, place, *OTHER_TEXTS})
+
+
+def turns_of(value: Any, role: str) -> list[Any]:
+    """The turns in a value: messages, one message, or a text that this role says."""
+    turns = messages_of([value] if isinstance(value, dict) else value)
+    return turns or [{"role": role, "content": value}] * (isinstance(value, str) and value != "")
+
+
+def plain_chat(
+    row: Row, turns: Any, read: Collection[str], part: Callable[[Messages, str], Messages] = up_to_answer
+) -> Row:
+    """A part of a chat in the plain shape, with what other columns than those ``read`` say of it.
+
+    Raises:
+        UnusableRow: See `distill.data.messages.row_chat`; or no such part.
+    """
+    messages, variables, note = row_chat(row, turns, read)
     write = partial(json.dumps, ensure_ascii=False, default=str)
-    return {"messages": write(messages, sort_keys=True), "tools": write(tools) if tools else "", "note": note}
+    return {
+        "messages": write(part(messages, note)), "variables": write(variables) if variables else "", "note": note
+    }  # fmt: skip
 
 
 def _text(row: Row) -> Row:
     if not isinstance(row.get("text"), str) or not row["text"].strip():
         raise UnusableRow("without text")
+    if is_learned(row | {"label": None}) is False:
+        raise UnusableRow(EXCLUDED)
     return {"text": row["text"]}
 
 
-def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
-    """The columns that a preset, or two format strings, need, and the shape of a prompt and its response."""
+def _pairs(source: Preset | tuple[str, str], guessed: bool) -> tuple[Sequence[str], Shape]:
+    """The columns that a preset, or two format strings, need, and the shape of a prompt and its response.
+
+    Where these were ``guessed`` by the columns, a row with a text that they leave out is refused.
+    """
     templates: Fields
     if isinstance(source, Preset):
         columns, readable = source.columns, None
@@ -206,6 +263,8 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
             raise UserError(f"data: a template cannot be read: {error}; write {{{{ and }}}} for a brace") from error
         columns, readable = [name for name in dict.fromkeys(names) if name and name.isidentifier()], (str, int, float)
         templates = {"prompt": source[0].format_map, "response": source[1].format_map}
+
+    read = {*columns, *(["input"] * ("instruction" in columns) if guessed else OTHER_TEXTS)}
 
     def shape(row: Row) -> Row:
         for column in columns:
@@ -220,7 +279,9 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
         for name in ("response", "prompt"):
             if not texts[name].strip():
                 raise UnusableRow(f"without a {name}")
-        return texts
+        said = {"user": texts.pop("said", "") or texts["prompt"], "assistant": texts["response"]}
+        turns = [{"role": role, "content": text.strip()} for role, text in said.items()]  # templates separate them
+        return texts | plain_chat(row, turns, read)
 
     return columns, shape
 
@@ -291,7 +352,7 @@ def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[
             if wanted in loaded:
                 rows = loaded[wanted]
                 rows = rows.shuffle(seed=seed).select(range(enough)) if len(rows) > enough else rows
-                splits[split] = map(columnar_row, rows)
+                splits[split] = columnar_rows(rows.with_format("arrow").iter(1000))
         if "train" not in splits:
             raise ValueError(f"none of its splits {', '.join(loaded)} is named train")
     except (OSError, ValueError, RuntimeError) as error:

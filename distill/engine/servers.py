@@ -1,4 +1,4 @@
-"""The target in a serving engine, whose servers somebody has started (``python -m distill check-engine`` prints how).
+"""The target in a serving engine, whose servers somebody has started (``draftsmith distill check-engine`` prints how).
 
 Requests are in flight `EngineSettings.in_flight` at a time at each server, which bounds the memory of both sides. One
 that fails is asked again, of another server where there is one; a server that fails is left alone for a while. What the

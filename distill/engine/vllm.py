@@ -64,14 +64,14 @@ def take_states(answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Te
     told = answer.get("kv_transfer_params") or {}
     if not (path := told.get("hidden_states_path")):
         raise UserError(
-            "the engine names no file of hidden states: start vLLM with the command that python -m distill "
+            "the engine names no file of hidden states: start vLLM with the command that draftsmith distill "
             "check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states of the "
             "last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
         )
     if (given := told.get("layers")) != list(layers):
         raise UserError(
             f"the engine gives the states of layers {given} away, and {list(layers)} are needed, ascending and "
-            "each once: start it with the command that python -m distill check-engine prints"
+            "each once: start it with the command that draftsmith distill check-engine prints"
         )
     return take_file(Path(path), ids)
 

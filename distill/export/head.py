@@ -22,6 +22,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, output_head
 from decode.models.heads.files import HEAD, load_head, save_head
 from decode.models.open import load_tokenizer
+from decode.models.sources import INDEX, weight_files
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
 from distill.export.draft import check_export_path, check_gguf
@@ -121,7 +122,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
         UserError: The copy lacks tensors of these names, as one does whose numbers are packed.
     """
     folder, tuned = Path(folder), load_file(Path(export) / "model.safetensors")
-    names = {file: set(safe_open(file, "pt").keys()) for file in sorted(folder.glob("*.safetensors"))}
+    names = {file: set(safe_open(file, "pt").keys()) for file in weight_files(folder)}
     present, modules = set[str]().union(*names.values()), {_module(name) for name in tuned}
     if lacking := sorted(tuned.keys() - present):
         raise UserError(
@@ -129,7 +130,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
             "copy of the target that was trained for, whose weights are not packed"
         )
     stale = {name for name in present - tuned.keys() if "scale" in name.rpartition(".")[2] and _module(name) in modules}
-    config, index = (read_model_json(folder / name) for name in ("config.json", "model.safetensors.index.json"))
+    config, index = (read_model_json(folder / name) for name in ("config.json", INDEX))
     if stale and (quantised := config.get("quantization_config")):
         key = next((key for key in SKIPPED if key in quantised), SKIPPED[0])
         quantised[key] = sorted({*(quantised.get(key) or ()), *map(_module, stale)})
@@ -144,7 +145,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
         write_safely(file, lambda made: save_file(tensors, made, metadata={"format": "pt"}))  # noqa: B023
     if index:
         index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in stale}
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / INDEX, index)
 
 
 def _module(name: str) -> str:

@@ -1,19 +1,16 @@
 """Models for training: built or loaded, whole or in parts; where they are; adapters, optimisers, number formats."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,13 +22,10 @@ from transformers import (
 )
 
 from decode.errors import UserError
-from decode.files import read_model_json
 from decode.models.open import load_config, load_model, stop_ids
-from decode.models.sources import gguf_file, located, unreadable
+from decode.models.sources import fetched, gguf_file
 from distill.config.base import Attention, Values
-from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
-from distill.files import MODEL_FILES
-from distill.networks.layers import decoder_layers, final_norm
+from distill.config.models import Architecture, LoraSettings, ModelSettings, TrainingSettings
 
 # -- built or loaded ---------------------------------------------------------------------------------------------------
 
@@ -106,21 +100,6 @@ def load_or_build(
     return load_model(settings.model, device="cpu", dtype="float32", trust_remote_code=settings.trust_remote_code)
 
 
-def source_folder(model: str) -> Path:
-    """Return the folder of a model that is used unchanged; a Hub repository is downloaded to the Hub's cache.
-
-    Raises:
-        UserError: The model does not exist, or the Hub cannot be reached.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    name, at = located(model)
-    try:
-        return Path(snapshot_download(name, allow_patterns=[*MODEL_FILES], **at))
-    except (OSError, ValueError) as error:  # those of the Hub's client among them
-        raise unreadable(model, "model", error) from error
-
-
 def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
     """Return the configuration of a model that is not loaded; ``vocab`` is for one from scratch."""
     if settings.model is None:
@@ -187,19 +166,12 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
 # -- parts of a target -------------------------------------------------------------------------------------------------
 
 
-class _HollowModules(TorchFunctionMode):
-    """Puts the large weights of modules that are made inside on the meta device. Computed buffers are real."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
-
-
 @torch.no_grad()
 def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return a target of which embedding, output head, final norm, the first layer and the last ones are read alone.
+    """Return a target of which the first layer, the last ones and what is outside of the layers are read alone.
 
-    The other weights are on the meta device, as are those that the files hold in another form: quantised ones, and
-    experts. A target whose files name the weights otherwise than transformers is loaded as a whole.
+    The other weights are on the meta device, as are quantised ones. A target whose embedding or output head is
+    quantised is loaded as a whole.
 
     Args:
         folder: Folder or Hub name of the target.
@@ -214,83 +186,15 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
     """
     trust: Values = {"trust_remote_code": trust_remote_code}
     if not gguf_file(folder):
-        source = source_folder(str(folder))
-        config = load_config(source, **trust)
-        with _HollowModules():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
-        if _fill(model, _tensor_files(source), last):
-            model.config.name_or_path = model.name_or_path = str(folder)
-            with suppress(OSError):  # there is none
-                model.generation_config = GenerationConfig.from_pretrained(source)
-            return model.eval()
+        source = fetched(folder)
+        depth = load_config(source, **trust).num_hidden_layers
+        layers = "|".join(map(str, (0, *range(depth - last, depth))))
+        wanted = rf"^((?!\b\d+\.).)*($|\b({layers})\.)"  # no number in the name, or the first one is such a layer's
+        model = load_model(source, device="cpu", dtype="float32", wanted=wanted, **trust)
+        model.config.name_or_path = model.name_or_path = str(folder)
+        if not any(part.weight.is_meta for part in (model.get_input_embeddings(), model.get_output_embeddings())):
+            return model
     return load_model(folder, device="cpu", dtype="float32", **trust)
-
-
-def _fill(model: PreTrainedModel, files: dict[str, Path], last: int) -> bool:
-    """Read the parts of a hollow model; returns False where the files name them otherwise."""
-    table, head, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
-    names = {module: name for name, module in model.named_modules()}
-    try:
-        layers, outside = decoder_layers(model), (table, final_norm(model), head)
-    except UserError:
-        return False
-    base, embedding, output = f"{model.base_model_prefix}.", f"{names[table]}.weight", f"{names[head]}.weight"
-    inner = embedding.removeprefix(base)
-    stems = {file.removesuffix(inner) for file in files if f".{file}".endswith(f".{inner}")}
-    stems &= {base} if base in stems else stems
-    if len(stems) != 1 or not isinstance(head, nn.Linear):
-        return False
-    other_form = bool(getattr(config, "quantization_config", None)) or any("experts" in name for name in files)
-    weights, absent = {}, set()
-    for part in dict.fromkeys((*outside, layers[0], *layers[-last:])):
-        for name, value in part.state_dict(prefix=f"{names[part]}.").items():
-            same = [file for file in files if f".{file}".endswith(f".{name}")]  # an output head may stand deeper
-            file = same[0] if len(same) == 1 else name
-            if name.startswith(base):
-                file = next(iter(stems)) + name.removeprefix(base)
-            if (tensor := _read(files, file, value)) is not None:
-                weights[name] = tensor
-            elif part in outside or not other_form:
-                absent.add(name)
-    tied = bool(config.tie_word_embeddings) and (output in absent or weights[output].equal(weights[embedding]))
-    if absent - ({output} if tied else set()):
-        return False
-    hollow = {name: value.to("meta") for name, value in model.state_dict().items()}
-    model.load_state_dict(hollow | weights, assign=True)
-    config.tie_word_embeddings = tied
-    if tied:
-        head.weight = table.weight
-    return True
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a model in safetensors files, by the tensor's name."""
-    single = folder / "model.safetensors"
-    if index := read_model_json(folder / "model.safetensors.index.json"):
-        return {name: folder / file for name, file in index["weight_map"].items()}
-    return dict.fromkeys(safe_open(single, "pt").keys(), single) if single.is_file() else {}
-
-
-def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
-    """Return a tensor of the files in float32, if it is a plain one of the shape of ``like``."""
-    if name not in files:
-        return None
-    with safe_open(files[name], "pt") as tensors:
-        part = tensors.get_slice(name)
-        plain = part.get_dtype() in ("F64", "F32", "F16", "BF16") and part.get_shape() == list(like.shape)
-        return tensors.get_tensor(name).to(torch.float32) if plain else None
-
-
-# -- the frozen target -------------------------------------------------------------------------------------------------
-
-
-def open_frozen(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
-    """Return the frozen target on a device.
-
-    Raises:
-        UserError: It cannot be read or placed.
-    """
-    return load_model(path, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
 
 
 # -- training: low-rank adapters, optimisers ---------------------------------------------------------------------------

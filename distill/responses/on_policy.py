@@ -13,6 +13,7 @@ import torch
 
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
+from decode.options import in_turn
 from decode.writing import uniform_draws
 from distill import ranks
 from distill.config.base import Values
@@ -69,7 +70,7 @@ class OnPolicy:
             with torch.random.fork_rng(devices=[]):
                 texts = self.write(
                     [prompts[i] for i in here],
-                    LogitsWarper(settings.temperature, top_p=settings.top_p),
+                    LogitsWarper(in_turn(settings.temperature, window), top_p=settings.top_p),
                     budgets=[min(settings.max_new_tokens, self.limit - len(prompts[i])) for i in here],
                     stop_ids=self.stop_ids,
                     draws=lambda i, count: uniform_draws(self.seed, 4, *places[here[i]], count=count),

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from decode.errors import UserError
 from decode.measure.suites import Row
 from decode.models.open import files_of, stop_ids
 from decode.models.tokens import REASONING, end_token, plain_ids
+from decode.options import in_turn
 from decode.progress import working
 from decode.writing import GROUP
 from distill import ranks
@@ -34,9 +36,11 @@ from distill.kept import TEXT_IDS, Ints, Kept
 from distill.run import Run
 
 LEARNED = Features({name: COLUMNS[name] for name in ("input_ids", "labels")})
-TURNS = Features(LEARNED | {"chat": Value("string"), "number": Value("int64"), "finished": Value("bool")})
+KEPT = Features(LEARNED | {"temperature": Value("float64")})
+TURNS = Features(KEPT | {"chat": Value("string"), "number": Value("int64"), "finished": Value("bool")})
 """Columns of conversations after some turns: a prompt that is to be answered, or a ``finished`` example. ``chat`` has
-messages and tools as JSON where the assistant has several turns; with the seed ``number`` decides the answer."""
+messages and the template's variables as JSON where the assistant has several turns; with the seed ``number`` decides
+the answer."""
 
 
 ANSWERED = "examples.arrow"
@@ -130,7 +134,7 @@ class Conversations:
     ) -> None:  # fmt: skip
         data, teacher = run.settings.data, run.settings.teacher
         self.run, self.ends, self.target, self.arrivals, self.check = run, ends, target, arrivals, check
-        self.chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if run.corpus.chat else None
+        self.chat = ChatFormat(run.tokenizer, data.system, data.args(), ends) if run.corpus.chat else None
         self.settings, self.longest = teacher.responses, data.max_length
         self.served = teacher.served and target is None
         self.count, self.empty, self.asked, self.lost = 0, 0, 0, Counter[str]()
@@ -157,10 +161,10 @@ class Conversations:
         if 2 * self.empty > self.asked:
             raise UserError(
                 f"{title}: {self.empty} of {self.asked} are empty: look at what the target writes for these prompts "
-                f"(python -m decode generate), then delete {place} and run again"
+                f"(draftsmith decode generate), then delete {place} and run again"
             )
-        finished = (turn.select(np.flatnonzero(_column(turn, "finished"))).select_columns([*LEARNED]) for turn in turns)
-        made = _shared(file, LEARNED, (row for turn in finished for row in turn))
+        finished = (turn.select(np.flatnonzero(_column(turn, "finished"))).select_columns([*KEPT]) for turn in turns)
+        made = _shared(file, KEPT, (row for turn in finished for row in turn))
         for number in range(len(turns)) if ranks.is_first() else ():
             remove(place / f"turn-{number}.arrow")
         return made
@@ -170,12 +174,14 @@ class Conversations:
         texts, size = Examples.of(turn), None if self.served else GROUP * self.settings.batch_size
         budgets = np.clip(self.longest - texts.lengths, 0, self.settings.max_new_tokens)
         budgets[_column(turn, "finished")] = 0
-        writer = partial(self.writer, turn)
-        write_answers(self.run, answers, texts, _column(turn, "number"), budgets, writer, title, size)
+        numbers, own = _column(turn, "number"), _column(turn, "temperature")
+        for temperature in np.unique(own).tolist():
+            writer, asked = partial(self.writer, turn, temperature), np.where(own == temperature, budgets, 0)
+            write_answers(self.run, answers, texts, numbers, asked, writer, title, size)
 
-    def writer(self, turn: Dataset) -> Write:
-        """What answers the prompts of a turn."""
-        warp = LogitsWarper(self.settings.temperature, top_p=self.settings.top_p)
+    def writer(self, turn: Dataset, temperature: float) -> Write:
+        """What answers the prompts of a turn that have this temperature."""
+        warp = LogitsWarper(temperature, top_p=self.settings.top_p)
         seed, run = self.run.settings.seed, self.run
         if not self.served:
             model = run.frozen if self.target is None else self.target
@@ -207,7 +213,8 @@ class Conversations:
         for number, row in enumerate(rows.select_columns(["input_ids", "labels", "chat"]).select(begun)):
             prompt = prompt_part(row["input_ids"], row["labels"])
             unlearned = {"input_ids": prompt, "labels": [IGNORE] * len(prompt)}
-            yield row | unlearned | {"number": number, "finished": False}
+            temperature = in_turn(self.settings.temperature, number)
+            yield row | unlearned | {"number": number, "finished": False, "temperature": temperature}
 
     def following(self, turn: Dataset, answers: Kept) -> Iterator[Row]:
         """What the answers make of the prompts of a turn."""
@@ -227,8 +234,10 @@ class Conversations:
         answer = until_end(ids, self.ends)
         learned = {"input_ids": row["input_ids"] + answer, "labels": row["labels"] + answer}
         example, number = row | learned | {"finished": True}, row["number"] + self.count
-        messages, tools = json.loads(row["chat"] or "[[], null]")
-        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        messages, variables = json.loads(row["chat"] or "[[], {}]")
+        places = [
+            place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("train", True)
+        ]
         place, *later = places[row["number"] // self.count :] or [0]
         if not later or self.chat is None:
             return [example], ""
@@ -243,14 +252,15 @@ class Conversations:
                 raise UnusableRow("because a tool's recorded result does not fit the call that the target wrote")
             if not content.strip():
                 raise UnusableRow("because an answer is empty")
-            (prompt,) = plain_ids(tokenizer, [self.chat.ask(self.chat.prepared(messages[: later[0]]), tools)])
+            chat = replace(self.chat, template_args=variables)
+            (prompt,) = plain_ids(tokenizer, [chat.ask(chat.prepared(messages[: later[0]]))])
             if len(prompt) >= self.longest:
                 raise UnusableRow(f"because they are longer than data.max_length ({self.longest} tokens)")
         except UnusableRow as error:
             return [example], error.reason
         labels, length = [IGNORE] * len(prompt), len(example["input_ids"])
-        following = {"input_ids": prompt, "labels": labels, "number": number, "finished": False}
-        following["chat"] = json.dumps([messages, tools], ensure_ascii=False)
+        following = row | {"input_ids": prompt, "labels": labels, "number": number}
+        following["chat"] = json.dumps([messages, variables], ensure_ascii=False)
         if prompt[:length] != example["input_ids"]:
             return [example, following], ""
         labels[:length] = example["labels"]

@@ -8,7 +8,7 @@ import netrc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class RunLogger(WandbLogger):
         return wandb.run
 
 
-def make_logger(tracker: str, run_dir: Path, name: str, config: Values, tags: Sequence[str] = ()) -> Logger | None:
+def make_logger(tracker: str, run_dir: Path, name: str, config: Values) -> Logger | None:
     """Return the logger of a whole run, from which `for_stage` makes those of its stages.
 
     A W&B run that was killed is continued while ``config``, all settings, stays the same.
@@ -82,7 +82,7 @@ def make_logger(tracker: str, run_dir: Path, name: str, config: Values, tags: Se
         if ranks.is_first():
             write_json(note, kept)
     options = {"name": name, "dir": str(run_dir), "id": kept["id"], "config": dict(config), "resume": "allow"}
-    options |= {"group": os.environ.get("WANDB_RUN_GROUP") or name, "job_type": "report", "tags": list(tags)}
+    options |= {"group": os.environ.get("WANDB_RUN_GROUP") or name, "job_type": "report"}
     return RunLogger(options | ({"mode": "offline"} if is_offline() else {}))
 
 

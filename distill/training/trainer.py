@@ -29,13 +29,14 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.open import DTYPES
 from decode.progress import EVERY, Work, working
 from distill import ranks
 from distill.config import TrainerSettings
 from distill.config.base import SHARDED, Values
 from distill.data.dataset import DistillDataModule
 from distill.files import saved_step
-from distill.networks.models import checkpoint_layers, use_attention
+from distill.networks.models import checkpoint_layers, use_attention, weights_dtype
 from distill.training.modules import Metrics, TrainingModule
 
 
@@ -149,6 +150,13 @@ def fit(
         use_attention(model, settings.attention)
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
+    if (share := unmoved(model, module.training_settings.lr, settings.precision)) >= 0.01:
+        told = (
+            f"  {share:.0%} of the weights cannot move in {settings.precision}: an update of the size of the learning "
+            f"rate is less than half a unit in their last place. Set trainer.precision to "
+            f"{settings.precision.replace('true', 'mixed')}, whose weights are float32, or raise the learning rate"
+        )
+        console.print(told, highlight=False, soft_wrap=True)
     sharded = settings.strategy in SHARDED
     plain = _hollow(model) if sharded else model
     best = ModelCheckpoint(
@@ -210,6 +218,14 @@ def fit(
             ) from error
         _take_best(module, trainer, plain, work)
     return module.history, timer.time_elapsed("train"), lines.tokens
+
+
+def unmoved(model: torch.nn.Module, lr: float, precision: str) -> float:
+    """Return the share of the trained weights that an update of size lr leaves in the number format of a precision."""
+    kind = DTYPES[weights_dtype(precision)]
+    weights = [weight.detach() for weight in model.parameters() if weight.requires_grad]
+    stay = sum(int((rounded + lr == rounded).sum()) for rounded in (weight.to(kind) for weight in weights))
+    return stay / sum(weight.numel() for weight in weights)
 
 
 def _hollow(model: torch.nn.Module) -> torch.nn.Module:

@@ -172,7 +172,7 @@ PARTS: dict[str, tuple[Part, str]] = {
     "Loss": (loss_rows, "KL divergence, with its gradients for the hidden states and the output head."),
     "Decoding": (
         decoding_rows, f"The target is {LARGE}. Milliseconds of a round that drafts n tokens for every text of a batch; "
-        "c and α are those of `python -m decode profile`.",
+        "c and α are those of `draftsmith decode profile`.",
     ),
 }  # fmt: skip
 """Every part's rows, and the text above its table."""

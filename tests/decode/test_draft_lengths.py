@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decode.core.lengths import DraftLengths, RoundCosts, between
+from decode.core.lengths import LOOK, DraftLengths, RoundCosts, between
 
 
 def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:
@@ -62,6 +62,16 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     assert lengths.chosen == 0
     decode(lengths, [0.95] * 8, 20_000)
     assert lengths.chosen >= 5
+
+
+def test_now_and_then_a_longer_draft_shows_whether_it_pays() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.2), 12)
+    limits = []
+    for _ in range(2 * LOOK):
+        limits.append(lengths.limit(1))
+        lengths.observe([(SimpleNamespace(drafted=limits[-1], accepted=min(limits[-1], 2)), limits[-1])])  # type: ignore[list-item]
+    assert lengths.chosen == 2
+    assert [limit for limit in limits[LOOK // 2 :] if limit > 2] == [4, 4]
 
 
 def test_the_batch_decides_whether_drafting_pays() -> None:

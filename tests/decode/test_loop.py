@@ -12,6 +12,7 @@ from greedy import generate
 from scripted import Oracle, RandomTree
 
 from decode.core.draft import Draft
+from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.round import metrics
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
@@ -32,11 +33,13 @@ def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
     eos = text[len(PROMPT) + 3]
     assert eos not in text[: len(PROMPT) + 3]
     runner = open_runner(model)
-    method = Method("", Oracle(text, "perfect", VOCAB), StopRule())
+    lengths = DraftLengths(RoundCosts.of_ratios(0.01), 9)
+    method = Method("", Oracle(text, "perfect", VOCAB), StopRule(), lengths=lengths)
     decoded = Text(runner, method, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos})
     for _, result in run(runner, method, [decoded]):
         assert len(result.path) >= len(result.new)
         assert decoded.cache.length == len(PROMPT) + len(result.new) - 1
+    assert lengths._drafted[2:5] == [[1, 1], [1, 1], [0, 0]]  # a draft that a stop id ends has not refused to go on
 
 
 WARPS = [

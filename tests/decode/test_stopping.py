@@ -213,6 +213,14 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
         assert behind.value == pytest.approx(tokens / cost * 0.3 * (tested + 1) / (accepted_of + 1), abs=1e-12)
 
 
+def test_the_running_rate_pays_for_the_forward_of_a_draft_that_has_but_one() -> None:
+    controller = CostOptimal(drafted=False, decay=1.0)
+    controller.price([0.0, 0.1], 0.5)
+    for drafted, accepted in [(3, 1), (2, 2)]:
+        controller.observe(chain_round(drafted, accepted, [0.5] * drafted))
+    assert controller.rate == pytest.approx((2 + 3) / (2 * (1 + 0.5) + 5 * 0.1))
+
+
 def test_tokens_of_several_texts_share_the_cost_of_a_step() -> None:
     controller = CostOptimal(drafted=False)
     for costs, scores, admitted in (

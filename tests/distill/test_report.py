@@ -61,7 +61,7 @@ def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_train
     page = written(tmp_path, changed(drafts=[*FULL["drafts"][:2], FULL["drafts"][2] | {"acceptance": known}]))
     for part in (
         "Training", "Account of the training", "Learning curves", "Speedup over no draft", "Machine and settings",
-        "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "Definitions",
+        "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "draftsmith distill --config", "Definitions",
         "0.9480 ± 0.0010", "81,472", "-0.0019 ± 0.0004***",
         "--speculative-num-steps 3",  # of the export, whatever was fastest
         f"-md {tmp_path}/export/gguf/draft-q8_0.gguf", "10.9100.8200.8300.370 2–0.640––",

@@ -53,7 +53,7 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert len(report["probe_settings"]["tried"]) == 8 * 2 * 5  # settings, modes, methods
     page = (run / "probes.html").read_text()
     tables = "Settings tried on validation prompts", "Scores on test prompts"
-    command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
+    command = f"draftsmith decode generate --target {run}/target --probes {run}/probes --method "
     for part in (*(f"{table}, greedy" for table in tables), "Provenance", command):
         assert part in page
     for finding in report["probe_findings"]:

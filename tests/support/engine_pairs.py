@@ -167,7 +167,7 @@ def serve_check(
     temperatures: str = "0,1",
     status: int = 0,
 ) -> dict[str, Any]:
-    """What ``python -m decode serve-check`` prints of five drafted tokens on `PROMPTS`; it ends with this status."""
+    """What ``draftsmith decode serve-check`` prints of five drafted tokens on `PROMPTS`; it ends with this status."""
     command = ["serve-check", "--engine", engine, "--target", str(folder / "target"), "--draft", str(folder / draft)]
     command += ["--suite", f"prompts={folder / prompts}", "--draft-lengths", "5", "--temperatures", temperatures]
     command += ["--max-new-tokens", str(BUDGET), "--device", "cpu", "--chat", "false", "--json", *LIMITS, *more]

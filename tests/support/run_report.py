@@ -59,7 +59,7 @@ FULL = {
     ],
     "profile": {"draft": "adaspec", "cost_ratio": 0.14, "best_draft_length": 2, "break_even_alpha": 0.41},
     "exported": {"length": 3, "kind": "draft", "gguf_type": "q8_0", "unserved": {}},
-    "commands": {"reproduce": "python -m distill --config configs/quickstart.yaml"},
+    "commands": {"reproduce": "draftsmith distill --config configs/quickstart.yaml"},
 }
 
 

@@ -67,6 +67,18 @@ def prompts_of(corpus: Corpus, *splits: Dataset) -> list[str]:
     return [text.removeprefix("<s> ") for text in texts]
 
 
+def spans(tokenizer: Any, input_ids: list[int], labels: list[int]) -> list[tuple[list[int], str]]:
+    """The ids before each labelled span, and its text."""
+    found = []
+    for place, token in enumerate(labels):
+        if token == IGNORE:
+            continue
+        if labels[place - 1] == IGNORE or not place:
+            found.append((input_ids[:place], []))
+        found[-1][1].append(token)
+    return [(before, tokenizer.decode(ids)) for before, ids in found]
+
+
 def everything(examples: Examples) -> dict[str, Any]:
     """A batch of all examples."""
     return examples.batch(np.arange(len(examples)))

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -31,7 +29,7 @@ from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, def
 from decode.models.heads.mtp import MTP, MtpHead, MtpRunner, load_mtp
 from decode.models.heads.runner import HeadRunner
 from decode.models.huggingface import mask_of
-from decode.models.sources import located
+from decode.models.sources import fetched, packed, tensors_in
 
 RENAMED = {r"^(model\.)+": "", r"^draft_id_to_target_id$": "d2t"}
 RENAMED |= {f"^{re.escape(theirs)}$": ours for ours, theirs in SELECTOR.items()}
@@ -343,18 +341,12 @@ def head_kind(name: str | os.PathLike[str]) -> str:
     if name == MTP:
         return MTP
     try:
-        folder = _folder(name, "config.json")
-        names = [key for file in folder.glob("*.safetensors") for key in safe_open(file, "pt").keys()]  # noqa: SIM118
-        version = head_format(read_json(folder / "config.json"), map(_our_name, names))
+        folder = fetched(name, ["config.json"])
+        fields = read_json(folder / "config.json")
+        version = head_format(fields) or head_format(fields, map(_our_name, tensors_in(folder)))
     except Exception:  # the network layer has many; what is wrong is told when the draft is opened as a model
         return ""
     return "" if version is None else HEADS[version].network.kind if version in HEADS else FeatureHead.kind
-
-
-def _folder(name: str | os.PathLike[str], *files: str) -> Path:
-    """The folder of a head, for a Hub name with these files at least."""
-    place, at = located(name)
-    return Path(place) if Path(place).exists() else Path(snapshot_download(place, allow_patterns=list(files), **at))
 
 
 def _our_name(name: str) -> str:
@@ -387,12 +379,14 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         UserError: a damaged or unfit head, or another format of drafts.
     """
     try:
-        folder = _folder(name, "config.json", "*.safetensors", MASK)
+        folder = fetched(name, ["config.json", "*.safetensors*", MASK])
         if (folder / MASK).exists():
             raise UserError(f"{name} has a {MASK}, an embedding of its masked slots alone, which is not run: {NEXT}")
         fields = read_model_json(folder / "config.json")
-        tensors = [item for file in sorted(folder.glob("*.safetensors")) for item in load_file(file).items()]
-        state = {_our_name(key): tensor for key, tensor in tensors if not UNREAD.search(key)}
+        tensors = tensors_in(folder)
+        if wrong := packed(tensors):
+            raise UserError(f"{name}: {wrong[0]}: {NEXT}")
+        state = {_our_name(key): part[...] for key, part in tensors.items() if not UNREAD.search(key)}
         version = head_format(fields, state)
         if version == MTP:
             if target is None:

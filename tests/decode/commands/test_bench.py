@@ -85,7 +85,7 @@ def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
     ({"methods": ["adaspeed-probe"]}, "adaspeed-probe needs a folder of acceptance probes, --probes DIR; make them with"),
     ({"methods": ["layerskip"], "stop_rule": "probe"}, "layerskip needs a folder of acceptance probes"),
     ({"methods": ["layerskip"], "probes": "p"}, "no probes in 'p'; make them with `make probe`"),
-    ({"methods": ["rest"], "datastore": "s"}, "no datastore folder 's'; build one with python -m decode datastore build"),
+    ({"methods": ["rest"], "datastore": "s"}, "no datastore folder 's'; build one with draftsmith decode datastore build"),
     ({"methods": ["adaspeed-probe"], "stop_rule": "length"}, "there is no folder 'runs/t'"),  # needs no probes
 ])  # fmt: skip
 def test_folders_that_are_missing_are_refused_before_anything_is_loaded(options, message, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -264,3 +265,18 @@ def test_an_interrupt_while_a_library_is_imported_ends_the_command_in_one_line(t
     code += f"sys.path.insert(0, {str(tmp_path)!r}); sys.exit(cli.run_main(lambda: __import__('numpy')))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (130, STOPPED + "\n")
+
+
+def test_a_file_of_the_working_directory_that_hides_a_module_is_named(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hidden_by_a_file.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def command() -> None:
+        from hidden_by_a_file import Dataset  # noqa: F401  # type: ignore[import-not-found]
+
+    assert run_main(command) == 2
+    assert re.search(r"hidden_by_a_file.py\): rename this file.*draftsmith", capsys.readouterr().err)
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ImportError):
+        run_main(command)

@@ -1,4 +1,4 @@
-"""``python -m decode`` as a user types it: options, help, exit codes, configurations, stores."""
+"""``draftsmith decode`` as a user types it: options, help, exit codes, configurations, stores."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_installed_package_has_every_file_that_is_not_python():
 def test_help_lists_options_with_hyphens_and_examples(name, capsys):
     assert main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: python -m decode {name} [options]")
+    assert shown.startswith(f"usage: draftsmith decode {name} [options]")
     assert "examples:\n  " in shown
     assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
 
@@ -83,7 +83,7 @@ def test_the_program_is_the_three_packages(capsys, monkeypatch):
     for argv, status, words in (
         (["--version"], 0, f"draftsmith {version('draftsmith')}"),
         (["decode", "methods"], 0, "hybrid-tree"),
-        (["probe", "--help"], 0, "usage: python -m probes"),
+        (["probe", "--help"], 0, "usage: draftsmith probe"),
         (["distill", "--name"], 2, "--name has the values []"),
         (["distil"], 2, "did you mean 'distill'?"),
     ):
@@ -140,7 +140,7 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
             "section bench: unknown key 'limt'; the nearest known key is",
         ),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
-        (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
+        (["bench", "--target", "t", "--methods", "rest"], "draftsmith decode datastore build"),
         (["bench"], "--target is missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``python -m decode paper``: the papers' data are consistent, and ours stand in the right cells."""
+"""``draftsmith decode paper``: the papers' data are consistent, and ours stand in the right cells."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_adaspec_reads_the_drafts_of_a_training_by_its_own_measure_beside_a_benc
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "choose one: python -m decode paper adaptix|adasd"),
+        ([], "choose one: draftsmith decode paper adaptix|adasd"),
         (["adasdd"], "did you mean 'adasd'"),
         (["ears", "--run", "nowhere"], "nowhere has no bench-DATE.json"),
         (["adaspeed"], "no probes in 'runs/quickstart/probes'; make them with `make probe`"),

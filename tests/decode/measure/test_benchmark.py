@@ -45,7 +45,7 @@ from decode.measure.report import (
 from decode.measure.session import BenchOptions, Session
 from decode.measure.suites import Prompt, Suite
 from decode.models.tokens import chat_ids
-from decode.options import MethodOptions
+from decode.options import ChatSettings, MethodOptions
 
 MACHINE, BENCH = machine.describe() | {"note": ""}, {"notes": {}, "settings": {}}
 SURE = {"prompts": 6, "accepted_length": 4.0, "least_cost": 1.2, "cpu_share": 1.0}  # of a speed that is a result
@@ -232,7 +232,7 @@ def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(mod
     generate = benchmark_module.generate
     monkeypatch.setattr(benchmark_module, "generate", refusing)
     chats = [Prompt(f"c/{i}", f"Say {i}", None, turns=(f"Say {i}", "And then?")) for i in range(2)]
-    options = BenchOptions(6, 1, chat=True, pack="off")
+    options = BenchOptions(6, 1, chat=ChatSettings(), pack="off")
     bench = Benchmark(Session(models[0], None, make_tokenizer(chat=True), options))
     bench.run([Suite("chats", chats, None)], [BenchEntry("prompt-lookup")], batch_sizes=[1, 2])
     small, large = ([row for row in bench.rows if row["batch_size"] == size and not row["baseline"]] for size in (1, 2))
@@ -249,7 +249,7 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
     tokenizer = make_tokenizer(chat=True)
     spelt = Prompt("c/1", f"End it with {tokenizer.eos_token}", None)
     suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?")), spelt], None)
-    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True, pack="off"))
+    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=ChatSettings(), pack="off"))
     first, second = session.items(suite)
     assert session.notes["chat"].startswith("1 prompts are left out, whose text spells a control token")
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"

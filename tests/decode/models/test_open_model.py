@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers_of_kinds import byte_level
 from transformers.utils import logging as hf_logging
 
+from decode.engines.check import weight_fingerprints
 from decode.errors import UserError
 from decode.models import open as opening
 from decode.models import sources
 from decode.models.open import choose_device, choose_dtype, load_config, load_model, load_tokenizer, open_draft
+from decode.models.sources import tensors_in
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -78,10 +80,95 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     save_file(kept, weights, metadata={"format": "pt"})
     assert re.search(r"model\.layers\.1\.\S+ is missing", refusal(target))
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "SafetensorError" in refusal(target)
+    assert "model.safetensors cannot be read: Error while deserializing header" in refusal(target)
     (tmp_path / "empty").mkdir()
     assert "config.json" in refusal(tmp_path / "empty")
     assert f"there is no folder '{tmp_path}/targt': train it first" in refusal(tmp_path / "targt")
+
+
+def changed(folder: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> str:
+    """Why a model with further or other tensors, and fields of its configuration, is refused."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    old = file.read_bytes(), config.read_text()
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(old[1]) | fields))
+    try:
+        load_model(folder, **CPU)
+    except UserError as error:
+        with pytest.raises(UserError, match=re.escape(str(error))):  # by the headers alone as well
+            load_model(folder, **CPU, wanted="$^")
+        return str(error)
+    finally:
+        file.write_bytes(old[0])
+        config.write_text(old[1])
+    return ""
+
+
+FP8, UP = torch.float8_e4m3fn, "model.layers.0.mlp.up_proj"
+
+
+def test_nothing_in_a_models_files_is_left_unread(folder: Path) -> None:
+    """Row by row: what is refused, with the tensor that it names, and what a language model does not read."""
+    target = folder / "target"
+    weight = load_file(target / "model.safetensors")[f"{UP}.weight"]
+    small, scale = (weight * 100).to(FP8), torch.tensor(0.01)
+    bias, layer = torch.ones(weight.shape[0]), {"model.layers.9.mlp.up_proj.weight": weight}
+    for words, tensors, fields in (
+        (f"{UP}.weight_scale has no place", {f"{UP}.weight": small, f"{UP}.weight_scale": scale}, {}),
+        (f"F8_E4M3 {UP}.weight: a format that takes a scale", {f"{UP}.weight": small}, {}),
+        (f"I8 {UP}.weight: a format that takes a scale", {f"{UP}.weight": small.to(torch.int8)}, {}),
+        (f"{UP}.bias has no place", {f"{UP}.bias": bias}, {}),
+        (r"layers\.1\.\S+ has no place", {}, {"num_hidden_layers": 1}),
+        ("layers.9.mlp.up_proj.weight has no place", layer, {"num_nextn_predict_layers": 1}),
+        ("v_head.weight has no place", {"v_head.weight": bias}, {}),
+        (
+            "by the method modelopt, which transformers does not",
+            {},
+            {"quantization_config": {"quant_method": "modelopt"}},
+        ),
+        ("", {f"{UP}.bias": bias * 0}, {}),
+        ("", {f"{UP}.input_scale": scale}, {}),
+        ("", {"model.layers.0.self_attn.rotary_emb.inv_freq": bias}, {}),
+        ("", {"mtp.fc.weight": weight, "model.visual.blocks.0.fc.weight": weight + 1}, {}),
+        ("", {"model.layers.2.enorm.weight": bias}, {"num_nextn_predict_layers": 1}),
+    ):
+        refused = changed(target, tensors, **fields)
+        assert re.search(words, refused) if words else not refused, (words, refused)
+
+
+def test_a_folder_that_holds_two_models_is_refused_and_an_index_without_shards_is_not(
+    tmp_path: Path, tiny: Any
+) -> None:
+    model = tiny("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    save_file(load_file(shards[0]), single := tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for read in (tensors_in, weight_fingerprints):
+        with pytest.raises(UserError, match=rf"holds {shards[0].name} and model\.safetensors"):
+            read(tmp_path)
+    assert "holds" in refusal(tmp_path)
+    single.unlink()
+    model.save_pretrained(tmp_path)
+    for shard in shards:
+        shard.unlink(missing_ok=True)
+    assert (tmp_path / sources.INDEX).exists()
+    assert load_model(tmp_path, **CPU).lm_head.weight.equal(model.lm_head.weight)
+    assert {*weight_fingerprints(tmp_path)} == {"model.safetensors"}
+    get_peft_model(copy.deepcopy(model), LoraConfig(r=2)).save_pretrained(tmp_path)
+    assert re.search(r"holds adapter_config\.json and model\.safetensors", refusal(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, 8, b"version https://git-lfs.github.com/spec/v1\n"], ids=str)
+def test_a_shard_that_is_not_whole_is_named(content: int | bytes | None, tmp_path: Path, tiny: Any) -> None:
+    tiny("llama").save_pretrained(tmp_path, max_shard_size="10KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    whole, _ = shard.read_bytes(), shard.unlink()
+    if content:
+        shard.write_bytes(whole[:-content] if isinstance(content, int) else content)
+    words = f"{shard.name} cannot be read: .*missing, cut off or a pointer of Git LFS"
+    for read in (tensors_in, partial(load_model, **CPU), partial(load_model, **CPU, wanted="$^")):
+        with pytest.raises(UserError, match=words):
+            read(tmp_path)
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off(monkeypatch) -> None:
@@ -129,7 +216,7 @@ def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, 
 
     def from_pretrained(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         asked.update(options)
-        return model, {"missing_keys": set(), "mismatched_keys": set()}
+        return model, {"missing_keys": set(), "mismatched_keys": set(), "unexpected_keys": set()}
 
     monkeypatch.setattr(opening, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
     config = folder / "target" / "config.json"

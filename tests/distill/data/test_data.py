@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
+from pairs import make_tokenizer
 
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
@@ -72,22 +73,6 @@ def test_rows_of_json_lines_need_not_agree_in_types(tmp_path) -> None:
     Path(path).write_text('{"question": "a", "answer": "b"}\nno json\n')
     with pytest.raises(UserError, match="near row 2"):
         loaded(DataSettings(source=path))
-
-
-def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path, monkeypatch) -> None:
-    rows = []
-    for n in range(80):
-        name, key = (("weather", "city"), ("search", "query"))[n % 2]
-        call = {"name": name, "arguments": {key: f"x{n}", "where": [{key: {key: n}}]}}
-        tool = {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
-        turns = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "tool_calls": [{"function": call}]}]
-        rows.append({"messages": turns, "tools": [{"type": "function", "function": tool}]})
-    hub = DatasetDict(train=Dataset.from_list(rows))
-    monkeypatch.setattr("distill.data.sources.load_hub", lambda *_: hub)
-    sources = [*(write(tmp_path / name, rows) for name in ("r.jsonl", "r.parquet")), "somebody/something"]
-    plain, *columnar = ([[*rows] for rows in loaded(DataSettings(source=name)).splits.values()] for name in sources)
-    assert sum(map(len, plain)) == 80
-    assert columnar == [plain] * 2
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "txt"])
@@ -169,6 +154,15 @@ def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path, row,
         corpus_of(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
 
 
+@pytest.mark.parametrize("given", [{}, {"date_string": "1 May 2025"}])
+def test_a_template_that_writes_the_date_of_the_day_is_named_with_it(tmp_path, given: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ date_string or strftime_now('%d %B %Y') }}\n" + str(tokenizer.chat_template)
+    settings = replace(SMALL, source=write(tmp_path / "r.jsonl", PAIRS), template_args=given, chat=True)
+    notes = [note for note in corpus_of(settings, tokenizer=tokenizer).notes if "writes the date" in note]
+    assert [date.today().strftime("texts hold %d %B %Y") in note for note in notes] == [True] * (not given)
+
+
 def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> None:
     digests, files = [], [write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", PAIRS[::-1])]
     for settings in (SMALL, DataSettings(source=files[0])):
@@ -178,9 +172,9 @@ def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> 
     assert digests == DIGESTS
     first, second = (loaded(DataSettings(source=path), seed=seed) for seed, path in enumerate(files))
     assert all(sorted(first.splits[split]["prompt"]) == sorted(second.splits[split]["prompt"]) for split in SPLITS)
-    rows = [row | {"context": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
+    rows = [row | {"topic": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
     notes = loaded(DataSettings(source=write(tmp_path / "r.jsonl", rows))).notes
-    assert notes == ["columns that are not read: 'context'", "train: 1 row without the column answer dropped (row 1)"]
+    assert notes == ["columns that are not read: 'topic'", "train: 1 row without the column answer dropped (row 1)"]
 
 
 def test_chats_that_begin_alike_are_spread_over_the_splits_and_equal_ones_share_one(tmp_path) -> None:

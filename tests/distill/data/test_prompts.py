@@ -17,6 +17,7 @@ from distill.config.teacher import ResponseSettings
 from distill.data import prompts as prompts_module
 from distill.data import writing
 from distill.data.chat import ChatFormat
+from distill.data.messages import UnusableRow
 from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_rows, user_turn
 from distill.responses.target import answered_texts
 from distill.run import Run
@@ -125,8 +126,8 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
     of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
     assert of_file == [2, 2, 6]
     assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
-    assert notes[0] == f"prompts from {path}: 1 row with a lone surrogate dropped (row 12)"
-    assert notes[1] == f"prompts from {path}: 10 used, 1 dropped as repetitions, 1 rows without a prompt"
+    told = "1 row without a prompt dropped (row 11)", "1 row with a lone surrogate dropped (row 12)"
+    assert notes[:3] == [f"prompts from {path}: {note}" for note in (*told, "10 used, 1 dropped as repetitions")]
     few = settings(file=str(path))
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
     alone, other = (prompt_rows(few, seed, None)[0] for seed in (0, 1))
@@ -147,11 +148,15 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
         ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, "Why?"),
         ({"messages": [{"role": "assistant", "content": "So."}]}, None),
         ({"text": "Why?"}, None),
+        ({"question": "Why?", "context": "Rain."}, None),
     ],
 )
 def test_rows_of_the_usual_shapes_hold_a_prompt(row: dict[str, object], prompt: str | None) -> None:
-    messages = prompt_of(row)
-    assert (messages[-1]["content"] if messages else None) == prompt
+    if prompt is None:
+        with pytest.raises(UnusableRow):
+            prompt_of(row)
+    else:
+        assert json.loads(prompt_of(row)["messages"])[-1]["content"] == prompt
 
 
 def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> None:
@@ -175,7 +180,7 @@ def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
         run = tiny_settings(tmp_path, target=target, name=name, data=settings(), **changes)
         run.data.train_examples, run.data.validation_examples, run.data.max_length = 16, 8, 128
         run.teacher.responses = ResponseSettings(source="target", max_new_tokens=12)
-        run.teacher.examples, run.training.steps, run.student.training.steps = None, 2, 2
+        run.teacher.examples, run.training.steps, run.student.training.steps = None, 3, 3
         return bench(run)
 
     return made

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from some_rows import prompts_of
+from some_rows import prompts_of, spans
 from tokenizers import AddedToken
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 
@@ -131,18 +131,6 @@ def format_of(name: str, **args: Any) -> ChatFormat:
     tokenizer.eos_token, tokenizer.chat_template = "<eos>", TEMPLATES[name]
     ends = [int(tokenizer.convert_tokens_to_ids(token)) for token in ENDS.get(name, ["<|im_end|>", "<eos>"])]
     return ChatFormat(tokenizer, None, args, ends)
-
-
-def spans(tokenizer: Any, input_ids: list[int], labels: list[int]) -> list[tuple[list[int], str]]:
-    """The ids before each labelled span, and its text."""
-    found = []
-    for place, token in enumerate(labels):
-        if token == IGNORE:
-            continue
-        if labels[place - 1] == IGNORE or not place:
-            found.append((input_ids[:place], []))
-        found[-1][1].append(token)
-    return [(before, tokenizer.decode(ids)) for before, ids in found]
 
 
 def learned(chat: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:

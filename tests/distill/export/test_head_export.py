@@ -1,7 +1,6 @@
 """Exported heads: what vLLM and SGLang read, who is told that an engine reads otherwise, and files in FP8."""
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,6 @@ def export(folder: Path, version: int | str, dtype: str = "keep", **options: Any
     head = make_head(target, version) if isinstance(version, int) else filed_head(target, version, **options)
     (folder / "trained").mkdir()
     save_head(head, folder / "trained")
-    for file in (folder / "target").glob("*.safetensors"):  # what lies between the first and the last layer is not read
-        if all(re.search(r"layers\.[1-4]\.", name) for name in load_file(file)):
-            file.unlink()
     paths = folder / "trained", folder / "target", folder / "out"
     return head, target, export_head(*paths, ExportSettings(dtype=dtype), length=7)
 

@@ -1,4 +1,4 @@
-"""``python -m distill``: what the command accepts, prints and returns; every file in ``configs/``."""
+"""``draftsmith distill``: what the command accepts, prints and returns; every file in ``configs/``."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     argv = ["--config", QUICKSTART, "--output_dir", str(tmp_path), "--evaluation.temperatures", "0.0"]
     status, out, _ = run(capsys, *argv, "--dry-run")
     assert status == 0
-    assert out.endswith(f"to train: python -m distill {' '.join(argv)}\n")
+    assert out.endswith(f"to train: draftsmith distill {' '.join(argv)}\n")
     assert not re.search(r"speedup|Δα|\*\*|n\.s\.|measure again|report\.html", out)
     dry = tmp_path / "quickstart-dry-run"
     for path in ("report.html", "export/model.safetensors", "export/speculation_profile.json", "settings.yaml"):
@@ -131,7 +131,7 @@ def test_a_command_of_one_process_is_refused_in_several(name: str, config, capsy
         monkeypatch.setenv(variable, value)
     status, _, err = run(capsys, name, "--config", config)
     assert status == 2
-    assert f"python -m distill {name} runs in one process, but 2 were started" in err
+    assert f"draftsmith distill {name} runs in one process, but 2 were started" in err
 
 
 ROOT = Path(__file__).parents[3] / "configs"

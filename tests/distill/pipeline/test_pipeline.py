@@ -7,7 +7,6 @@ import shutil
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -263,10 +262,10 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
     """Counted without a garbage collection, which may not come for hours: drafts and evaluation share it."""
     settings = begun(altered(tiny_settings(tmp_path), teacher__signal=signal, training__steps=3))
     opened, present, train = [], [], stages.fit
-    load, original = run_module.load_model, run_module.open_frozen
+    load = run_module.load_model
 
-    def watched(open_model: Any, *arguments: Any, **options: Any) -> PreTrainedModel:
-        model = open_model(*arguments, **options)
+    def watched(*arguments: Any, **options: Any) -> PreTrainedModel:
+        model = load(*arguments, **options)
         opened.append(weakref.ref(model))
         return model
 
@@ -274,8 +273,7 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
         present.append(sum(reference() is not None for reference in opened))
         return train(*arguments, **options)
 
-    monkeypatch.setattr(run_module, "load_model", partial(watched, load))
-    monkeypatch.setattr(run_module, "open_frozen", partial(watched, original))
+    monkeypatch.setattr(run_module, "load_model", watched)
     monkeypatch.setattr(stages, "fit", fit)
     change(settings.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=1, max_new_tokens=4, draft_lengths=[2])
     run, printed = bench(settings)
@@ -349,7 +347,7 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path) ->
         (frozen, StudentSettings(kind="eagle3"), "LlamaForCausalLMEagle3"),
     ):
         settings = tiny_settings(tmp_path, target=target, student=student, drafts={"distillspec": DraftSettings()})
-        settings.training.steps = 2
+        settings.training.steps = 3
         names, run, _ = run_tiny(settings)
         assert names[-2:] == ["initial", "distillspec"]
         for stage in ("initial", "distillspec"):

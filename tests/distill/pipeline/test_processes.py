@@ -68,7 +68,7 @@ def test_the_first_command_starts_a_process_for_every_gpu_of_one_machine_where_n
 
 def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus, tmp_path) -> None:
     settings = altered(tiny_settings(tmp_path), trainer__accelerator="auto")
-    with pytest.raises(UserError, match=r"devices is auto .* 2 processes, and 1 were started: python -m distill"):
+    with pytest.raises(UserError, match=r"devices is auto .* 2 processes, and 1 were started: draftsmith distill"):
         run_pipeline(settings)
 
 
@@ -205,7 +205,7 @@ def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path) -> None:
     settings.trainer.devices = 2
     del settings.drafts["adaspec"]
     for training in (settings.target.training, settings.student.training, settings.training):
-        training.steps = 2
+        training.steps = 3
     write_settings(settings, tmp_path / "settings.yaml")
     run = Run(settings)
     (run.work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it before any writes

@@ -9,16 +9,20 @@ import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tiny_run import altered, begun, bench, given, tiny_settings
 
 from decode.errors import UserError
+from decode.files import write_json
 from decode.options import check
 from distill import train
 from distill.checks import check_inputs
 from distill.config import DraftSettings
 from distill.config.models import StudentSettings
 from distill.pipeline import run_pipeline, with_formats
+from distill.rehearse import shrink
 from distill.run import Run
+from distill.stages import run_stages
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -33,6 +37,12 @@ Usage = namedtuple("Usage", "total used free")
         ({"upload": True}, r"upload is True, which needs tracker wandb and an evaluation"),
         ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
+        ({"target__training__warmup_steps": 12}, r"target.training.warmup_steps is 12, and the training has 12 steps"),
+        ({"1__training": {"steps": 2}}, r"drafts.adaspec.training.warmup_steps is 2, and the training has 2 steps"),
+        (
+            {"student__training__steps": None, "student__training__epochs": 0.1},  # of 48 examples in batches of 4
+            r"student.training.warmup_steps is 2, and the training has 1 steps",
+        ),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
         ({"training__optimizer": "lion"}, r"training.optimizer is 'lion', expected adamw, muon or {class_path"),
@@ -157,6 +167,31 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
 
 
 def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> None:
-    words = r"teacher.engine.urls is empty.*start a server with the command that python -m distill check-engine prints"
+    words = r"teacher.engine.urls is empty.*start a server with the command that draftsmith distill check-engine prints"
     with pytest.raises(UserError, match=words):
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])
+
+
+@pytest.mark.parametrize("damage", ["cut", "bias", "two"])
+def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(damage: str, tmp_path, tiny) -> None:
+    model, tokenizer = make_pair(tiny)[0], make_tokenizer(chat=True)
+    settings = tiny_settings(tmp_path, target=given(folder := tmp_path / "model", tokenizer, model))
+    settings.student.architecture.hidden_size = 8
+    file, bias = folder / "model.safetensors", "model.layers.0.self_attn.q_proj.bias"
+    match damage:
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-8])
+        case "bias":
+            save_file(load_file(file) | {bias: torch.ones(model.config.hidden_size)}, file, metadata={"format": "pt"})
+        case "two":
+            write_json(folder / "model.safetensors.index.json", {"weight_map": {bias: "other.safetensors"}})
+            (folder / "other.safetensors").write_bytes(file.read_bytes())
+    words = {"cut": "cannot be read", "bias": f"{bias} has no place", "two": "holds model.safetensors and other"}[
+        damage
+    ]
+    with pytest.raises(UserError, match=words):
+        shrink(settings, Console(quiet=True))
+    run = bench(settings)[0]
+    with pytest.raises(UserError, match=words):
+        run_stages(run)
+    assert not (run.folder / "target").exists()

@@ -1,11 +1,13 @@
 """Texts that the target writes, here or on servers, and the draft's own: the same ones again after a kill."""
 
 import json
+import re
 import shutil
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ from distill.engine.servers import Engine
 from distill.kept import TEXT_IDS, Kept
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import answered_texts, ends_with
+from distill.responses.target import Conversations, answered_texts, ends_with
 from distill.run import Run
 from distill.stages import run_stages
 
@@ -98,6 +100,7 @@ def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> S
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
     settings = answering(folder, max_new_tokens=5, temperature=0.0)
     settings.teacher.examples, settings.target = None, given(folder / "model", model, tokenizer)
+    folder.mkdir(exist_ok=True)
     files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
     for split, path in files.items():
         rows = [[{"role": "user", "content": f"{split}{n}"}, *turns] for n in range(12 if split == "train" else 2)]
@@ -108,8 +111,10 @@ def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> S
 
 @pytest.mark.parametrize("history", LEADS)
 def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, history: str) -> None:
-    asked = [{"role": "user", "content": "and?"}, SAID, {"role": "user", "content": "then?"}, SAID]
-    run, _ = bench(chatting(tmp_path, tiny, history, SAID, *asked))
+    """But for turns that are not to be learned, which stay as they are."""
+    questions = [{"role": "user", "content": text} for text in ("so?", "and?", "then?")]
+    kept = {"role": "assistant", "content": "kept", "weight": 0}
+    run, _ = bench(chatting(tmp_path, tiny, history, SAID, questions[0], kept, questions[1], SAID, questions[2], SAID))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
@@ -121,10 +126,34 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
     assert sorted(labels) == sorted(token for ids in written.values() for token in ids)
     for number, text in enumerate(text for text in texts if "then?" in text):
         first, second = (run.tokenizer.decode([i for i in written[number + turn] if i]) for turn in (0, 12))
-        assert f"{first}</s><user>and?" in text
+        assert f"{first}</s><user>so?<assistant>kept</s><user>and?" in text
         assert f"{second}</s><user>then?" in text
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
     assert answers_in(run) == written
+
+
+def test_of_lists_of_variables_and_temperatures_each_chat_has_its_own_in_all_turns(tmp_path, tiny) -> None:
+    asked = [SAID, {"role": "user", "content": "and?"}, SAID]
+    template = "{% for m in messages %}<{{ m.role }}{{ mood }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
+    template += "{% endfor %}{% if add_generation_prompt %}<assistant{{ mood }}>{% endif %}"
+    written, several = {}, [0.0, 1.0, 0.5]
+    for temperature in (1.0, 0.0, several):
+        settings = chatting(tmp_path / str(temperature), tiny, "as it was", *asked)
+        settings.data.chat_template, settings.data.template_args = template, [{"mood": "A"}, {"mood": "B"}]
+        settings.teacher.responses.temperature = temperature
+        run, _ = bench(settings)
+        run_stages(run, only=("target",))
+        rows, written[str(temperature)] = answered_texts(run)[0], answers_in(run)
+    moods = [re.findall("<(?:user|assistant)(A|B)>", run.tokenizer.decode(ids)) for ids in rows["input_ids"]]
+    assert {len({*each}) for each in moods} == {1}
+    assert {each[0] for each in moods} == {"A", "B"}
+    assert max(map(len, moods)) == 4
+    assert {*rows["temperature"]} == {*several}
+    own = written[str(several)]
+    for place, alone in enumerate(several[:2]):  # each as if all had its temperature
+        numbers = [number for number in own if number % 12 % 3 == place]
+        assert [own[number] for number in numbers] == [written[str(alone)][number] for number in numbers]
+    assert written["0.0"] != written["1.0"]
 
 
 def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> None:
@@ -249,6 +278,16 @@ def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_t
     ends = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # as <|end_of_text|> and <|eot_id|> of Llama 3
     assert ends_with(tokenizer, ChatFormat(tokenizer, ends=ends)) == tokenizer.bos_token_id
     assert ends_with(tokenizer, None) == tokenizer.eos_token_id
+    served = Served(Mock(), tokenizer, ends, tokenizer.eos_token_id, 300, 0)
+    for end in ends:  # whichever of them an engine gives, none is put behind it
+        assert served.ids({"url": "", "token_ids": [5, end], "finish_reason": "stop"}) == [5, end]
+    assert served.ids({"url": "", "token_ids": [5], "finish_reason": "stop"}) == [5, tokenizer.eos_token_id]
+    talks = Conversations(Mock(), ends, None, None, None)
+    talks.count = 1
+    row = {"input_ids": [7], "labels": [IGNORE], "chat": "", "number": 0}
+    for end in ends:  # and an answer ends with it
+        (learned,), _ = talks.after(row, [5, end, 6])
+        assert learned["labels"] == [IGNORE, 5, end]
 
 
 # -- answers of servers beside the target -----------------------------------------------------------------------------

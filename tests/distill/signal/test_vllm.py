@@ -204,7 +204,7 @@ def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("the target is in the process")
 
-    monkeypatch.setattr("distill.run.open_frozen", refused)
+    monkeypatch.setattr("distill.run.load_model", refused)
     monkeypatch.setattr("distill.run.holds", lambda *_: False)
 
 

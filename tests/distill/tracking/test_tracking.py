@@ -35,8 +35,11 @@ def logged(run_dir: Path, key: str, run: str) -> list:
 CONFIG = {"seed": 3, "target": {"steps": 5}, "drafts": {"adaspec": {"k": 0.2}}}
 
 
-def test_stages_are_offline_runs_of_a_group_with_the_same_metrics_and_the_report_is_one_more(tmp_path) -> None:
-    logger = make_logger("wandb", tmp_path, "quick", CONFIG, ["mine"])
+def test_stages_are_offline_runs_of_a_group_with_the_same_metrics_and_the_report_is_one_more(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("WANDB_TAGS", "mine")
+    logger = make_logger("wandb", tmp_path, "quick", CONFIG)
     (tmp_path / "report.html").write_text("<p>the page</p>")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "weights").write_text("numbers")

@@ -1,7 +1,9 @@
 """The two Lightning modules: what a step computes, what validation counts; and what a user of Lightning finds."""
 
 import copy
+import io
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +33,7 @@ from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.options import MethodOptions
 from distill.config import DraftSettings, TrainerSettings
+from distill.config.models import TrainingSettings
 from distill.data.dataset import IGNORE, PLACES, DistillDataModule, Examples, Schedule, TrainingBatches, label_mask
 from distill.kinds.eagle import FeatureDraft
 from distill.kinds.language_model import LanguageModelDraft
@@ -42,7 +45,7 @@ from distill.networks.lm_head import LMHead, last_hidden
 from distill.networks.models import checkpoint_layers
 from distill.signal.target import Signal
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
-from distill.training.trainer import fit
+from distill.training.trainer import fit, unmoved
 
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
 
@@ -181,6 +184,8 @@ def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int
     parts = [batches[micro] for batches in ranks for micro in range(micros)]
     assert sorted(batch["part"] for batch in parts) == list(range(world * micros))
     assert sum(batch["weight"] for batch in parts) == pytest.approx(world * micros)
+    seeds = [module.on_train_batch_start(batch, 0) or torch.initial_seed() for batch in parts]
+    assert len(set(seeds)) == len(parts)  # each draws dropout of its own
     loss, gradients = loss_and_gradients(module, *parts)
     gap = 1e-7 if kind.startswith("d") else 1e-9  # the weights of a block's slots are float32
     assert loss == pytest.approx(wanted_loss, rel=gap)
@@ -343,6 +348,31 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny, tmp_pa
     assert kept == {f"best-step={best}.ckpt", "last-step=9.ckpt"}
     saved = torch.load(tmp_path / "work" / "last-step=9.ckpt", weights_only=False)["state_dict"]
     assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
+
+
+def test_a_line_says_which_share_of_the_weights_a_number_format_does_not_let_move(tiny, tmp_path) -> None:
+    """Half a unit in the last of the 8 bits of weights from 2⁻⁸ to 2⁻⁷ is 2⁻¹⁶ = 1.5e-5, of smaller ones half of it."""
+    model, generator = copy.deepcopy(tiny("llama")), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.uniform_(0, 2**-7, generator=generator)
+    assert unmoved(model, 1e-5, "bf16-true") == pytest.approx(0.5, abs=0.05)
+    assert unmoved(model, 1e-5, "bf16-mixed") == unmoved(model, 1e-3, "bf16-true") == 0
+    text, rows = io.StringIO(), some_rows(8)
+    module = CausalLMModule(model, TrainingSettings(steps=1, batch_size=4, lr=1e-5), 1)
+    batches = TrainingBatches(rows, Schedule(rows.lengths, 4, seed=0), 1)
+    settings = TrainerSettings(accelerator="cpu", precision="bf16-true")
+    fit(
+        module,
+        DistillDataModule(batches, rows),
+        settings,
+        tmp_path,
+        name="draft",
+        console=Console(file=text, width=300),
+    )
+    assert re.search(
+        r"(4|5)\d% of the weights cannot move in bf16-true.* Set trainer.precision to bf16-mixed", text.getvalue()
+    )
 
 
 def test_of_validations_that_are_equal_in_float32_the_first_is_the_best(tiny, tmp_path, monkeypatch) -> None:
