@@ -94,8 +94,8 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]]]:
     text = f"This run trained drafts for a target of {size} parameters and exported `{name}`."
     if not (row := card.recommended_row(report, name)):
         return f"{text} Decoding with it was not measured.", []
-    where = [mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
-    text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}."
+    where = mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round", conditions(row)
+    text += f" Measured: {', '.join(filter(None, where))}."
     cards = [(name, "exported draft"), (cell(row, "accepted_length"), "tokens per target forward (accepted length)")]
     if doubt(row):
         text += " Its speedup is not reliable."

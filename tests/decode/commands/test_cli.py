@@ -174,7 +174,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, text: str, overrides: tup
     ("asked", "texts"),
     [
         ("--help", ["--depth-of-layers DEPTH", "--inner.rate RATE", "Layers; null chooses", "examples:\n  prog"]),
-        ("--help", ["Explain one section: inner,", "\n\nnamed.NAME: ", "--named.NAME.rate RATE"]),
+        ("--help", ["Explain one section: inner,", "\n\nnamed: ", "--named.NAME.rate RATE"]),
         ("--third.help", ["third: ", "--third.rate RATE", "Larger is faster"]),
     ],
 )
