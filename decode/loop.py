@@ -99,10 +99,7 @@ class Text:
         elif max_new_tokens < 1:
             error = f"max_new_tokens is {max_new_tokens}; it has to be at least 1"
         elif len(prompt) > target.limit:
-            error = (
-                f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}"
-                f"{target.limit_reason}; shorten it"
-            )
+            error = f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it"
         self.error = UserError(error) if error else None
 
     @property

@@ -102,7 +102,7 @@ def write_texts(
     for i, (prompt, limit) in enumerate(
         zip(prompts, [budgets] * len(prompts) if isinstance(budgets, int) else budgets)
     ):
-        if (limit := min(limit, facts["limit"] + 1 - len(prompt))) > 0:
+        if limit > 0 and len(prompt) <= facts["limit"]:
             rng = ListedRng(() if warp.greedy else draws(i, limit))
             text = Text(of_model, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
             if text.error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from decode.errors import UserError
-from decode.models.huggingface import limit_reason
+from decode.models.huggingface import context_of
 from decode.models.open import load_model, stop_ids
 from distill import ranks
 from distill.config.base import refuse
@@ -117,13 +117,12 @@ def _check_models(run: Run) -> None:
     for name, model in settings.language_models.items():
         if model.kind == "cut":
             continue
-        text_config = config_of(model, vocab).get_text_config()
-        positions = getattr(text_config, "max_position_embeddings", None) or longest
+        positions = context_of(config_of(model, vocab).get_text_config())
         if positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
-                f"{key} is {positions} tokens{limit_reason(text_config)}, and the longest example may have {longest}: "
-                f"lower data.max_length to {positions}, or raise it"
+                f"{key} is {positions}, and the longest example may have {longest} tokens: lower data.max_length, or "
+                "raise it"
             )
     if settings.student.draft.head:
         settings.student.draft.check_target(empty_model(settings.target, vocab))

@@ -90,8 +90,7 @@ class ModelDrafter(Drafter):
         if asked > 0 and not runner.outgrown and runner.remaining(request.ids) < 1:
             runner.outgrown = True
             warnings.warn(
-                f"after {runner.limit} tokens nothing is drafted: the context of {runner.name} holds no more"
-                f"{runner.limit_reason}",
+                f"after {runner.limit} tokens nothing is drafted: the context of {runner.name} holds no more",
                 stacklevel=2,
             )
         return min(asked, self.room(request.state, request.ids))

@@ -102,24 +102,21 @@ class Session:
         if unknown := foreign(chain(*(item.ids for item in items)), self.runner.vocab_size, "a prompt holds"):
             raise UserError(f"{suite.name}: {unknown}")
         opened = {"the target": self.runner} | {f"the draft {name}": runner for name, runner in self.drafts.items()}
-        room, why, whose = min((runner.limit, runner.limit_reason, who) for who, runner in opened.items())
+        whose, room = min(((who, runner.limit) for who, runner in opened.items()), key=lambda pair: pair[1])
         new = self.options.max_new_tokens + self.options.beyond
         fitting = [
             item
             for item in items
             if (end := len(item.ids) + new) <= room + 1 and not len(item.ids) <= self.runner.boundary < end
         ]
+        left_out = (
+            f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {whose}, {room} tokens, "
+            f"together with {new} new ones"
+        )
         if not fitting:
-            raise UserError(
-                f"no prompt of {suite.name} fits: the shortest of {len(items)} has "
-                f"{min((len(item.ids) for item in items), default=0)} tokens, the context of {whose} holds {room}"
-                f"{why}, {new} new ones among them; lower max_new_tokens or take another suite"
-            )
+            raise UserError(f"{suite.name}: {left_out}; lower max_new_tokens or take another suite")
         if len(fitting) < len(items):
-            notes.append(
-                f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {whose}, {room} tokens"
-                f"{why}"
-            )
+            notes.append(left_out)
         if notes:
             self.notes[suite.name] = "; ".join(notes)
         return fitting

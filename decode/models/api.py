@@ -90,7 +90,6 @@ class Model(ABC):
     dtype: torch.dtype  # of its weights and hidden states
     vocab_size: int  # ids that it reads, and columns of its logits unless it has `columns`
     limit: int  # positions of its context
-    limit_reason: str = ""  # why texts end there, or at the boundary, and the model itself goes on
     boundary: int = 0  # positions of a text whose prompt is no longer: LongRoPE rotates longer ones by other factors
     model: Any = None  # the Hugging Face model, or None
     weight_bytes: int = 0  # of weights that reading one token takes; 0 where that is unknown

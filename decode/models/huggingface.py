@@ -404,34 +404,43 @@ def facts_of(model: PreTrainedModel) -> Fields:
         "dtype": model.dtype,
         "vocab_size": len(head.weight),
         "limit": context_of(config),
-        "limit_reason": limit_reason(config),
-        "boundary": boundary_of(config),
+        "boundary": next(
+            (
+                each["original_max_position_embeddings"]
+                for each in rotations(config)
+                if each.get("rope_type") == "longrope"
+            ),
+            0,
+        ),
         "weight_bytes": sum(p.nbytes for p in model.parameters()) - unread,
         "cache_bytes_per_token": 2 * cached * model.dtype.itemsize,
     }
 
 
-def context_of(config: Any) -> int:
-    """The most positions that a language model of this configuration reads."""
-    return getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 1 << 30  # MPT
-
-
-def boundary_of(config: Any) -> int:
-    """See `Model.boundary`."""
-    long = (rope for rope in rotations(config) if rope.get("rope_type") == "longrope")
-    return next((rope["original_max_position_embeddings"] for rope in long), 0)
-
-
 REASONS = {
-    "dynamic": ", behind which its rope_type dynamic rotates all keys anew with each token, which is not done here",
-    "longrope": ", but texts whose prompt is no longer than original_max_position_embeddings end there, since its "
-    "rope_type longrope would rotate all keys anew, which is not done here",
+    "dynamic": " (behind them its rope_type dynamic rotates all keys anew with each token, which is not done here)",
+    "longrope": " (of a prompt of no more than original_max_position_embeddings so many, since behind them its rope_type "
+    "longrope rotates all keys anew, which is not done here)",
 }
+"""By `rope_type` why a text ends where transformers goes on: a forward rotates by its largest position."""
 
 
-def limit_reason(config: Any) -> str:
-    """See `Model.limit_reason`."""
-    return REASONS.get(rotations(config)[0].get("rope_type"), "")
+class Context(int):
+    """A number of positions, which messages show with the reason why texts end there."""
+
+    reason = ""
+
+    def __str__(self) -> str:
+        return f"{int(self)}{self.reason}"
+
+
+def context_of(config: Any) -> Context:
+    """The most positions that a language model of this configuration reads."""
+    limit = Context(
+        getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 1 << 30
+    )  # MPT
+    limit.reason = REASONS.get(rotations(config)[0].get("rope_type"), "")
+    return limit
 
 
 def rotations(config: Any) -> list[Fields]:

@@ -110,7 +110,7 @@ def one_text_a_row(model: nn.Module, places: Tensor) -> Iterator[None]:
         places: what is used of the output, among all positions of the batch: a text ends with its last one.
     """
 
-    def alone(rope: Any, args: tuple[Tensor], more: dict[str, Tensor], _: Any) -> Any:
+    def alone(rope: Any, args: Any, more: Any, _: Any) -> Any:
         x, positions = *args, *more.values()
         rows = positions.expand(len(x), -1)
         ends = rows[:, 0].scatter_reduce(0, places // rows.shape[1], rows.flatten()[places], "amax")
@@ -122,13 +122,12 @@ def one_text_a_row(model: nn.Module, places: Tensor) -> Iterator[None]:
         for part in model.modules()
         if getattr(part, "rope_type", None) in ("longrope", "dynamic")
     ]
-    search = "find_packed_sequence_indices"
-    original = getattr(masking_utils, search, None)
-    setattr(masking_utils, search, lambda position_ids: None)
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        setattr(masking_utils, search, original)
+        masking_utils.find_packed_sequence_indices = search
         for hook in hooks:
             hook.remove()
 

@@ -42,8 +42,10 @@ def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> 
     # not the draft's precision: the target computes in its own
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         count = int(model.config.get_text_config().num_hidden_layers)
-        read = entering(model, [layer for layer in layers if layer < count])
-        with one_text_a_row(model, places), read as states:
+        with (
+            one_text_a_row(model, places),
+            entering(model, [layer for layer in layers if layer < count]) as states,
+        ):
             last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         features = torch.cat([states.get(layer, last) for layer in layers], -1) if layers else None
         return last.flatten(0, 1).index_select(0, places), features

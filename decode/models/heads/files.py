@@ -388,7 +388,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             raise UserError(f"{name}: {wrong[0]}: {NEXT}")
         state = {_our_name(key): part[...] for key, part in tensors.items() if not UNREAD.search(key)}
         if not all(tensor.isfinite().all() for tensor in state.values()):
-            raise UserError(f"{name} has weights that are not finite; take an earlier checkpoint of it")
+            raise ValueError("its weights are not finite")
         version = head_format(fields, state)
         if version == MTP:
             if target is None:
