@@ -23,8 +23,8 @@ EXAMPLES = """\
   draftsmith distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96 --dry-run
   draftsmith distill --config configs/quickstart.yaml --show-example
   draftsmith distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
-  draftsmith distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
-  draftsmith distill ablate --config configs/ablation.yaml     objectives and kinds of drafts over several seeds"""
+  draftsmith distill check-engine --config C --teacher.signal vllm    # vLLM's hidden states beside transformers'
+  draftsmith distill ablate --config configs/ablation.yaml     # objectives and kinds of drafts over several seeds"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
 offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,
