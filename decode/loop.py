@@ -85,8 +85,8 @@ class Text:
         self.rng = rng or TorchRng()
         self.history = History(self.ids)
         self.budget = len(prompt) + max_new_tokens
-        # the last generated token is never read, so the text may be one longer than the context
         self.long = len(prompt) > target.boundary
+        # the last generated token is never read, so the text may be one longer than the context
         self.end = min(self.budget, (target.limit if self.long else target.boundary) + 1)
         self.cache: Any = None
         self.state: Any = None

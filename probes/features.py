@@ -23,7 +23,7 @@ States = tuple[Tensor, dict[int, Tensor]]
 """Of texts: the last hidden states after the final norm ``[texts, time, width]``, and those after some layers."""
 Read = Callable[[Sequence[Ids], Sequence[int]], States]
 EXTRAS = len(FEATURES)
-TOKENS = 1 << 13  # read in a forward, unless one text has more
+TOKENS = 1 << 13  # read in a forward, unless one text has more; LongRoPE as in `decode.models.texts`
 BLOCK = 1 << 24  # logits held at once; positions are labelled in blocks of this size
 MOST = 1 << 29  # numbers kept of a split; of longer or more texts a random sample of positions is kept
 

@@ -243,8 +243,12 @@ def stream(generation: Generation, show: bool) -> None:
     finally:
         print(flush=True)
         if generation.finish_reason == "context":
-            used, room = len(generation.prompt) + len(generation.ids), generation.pair.runner.limit
-            print(f"the text ends here because the model's context is full: {used} tokens of {room}", file=sys.stderr)
+            used = len(generation.prompt) + len(generation.ids)
+            print(
+                f"the text ends here because the model's context is full: {used} tokens of "
+                f"{generation.pair.runner.limit}",
+                file=sys.stderr,
+            )
         if show and generation.ids:
             kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
             console.print("", Coloured("  ").join(Coloured(who, STYLES[who]) for who in list(STYLES)[:-1]), sep="\n")

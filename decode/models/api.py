@@ -155,7 +155,7 @@ def read_prompt(
     # a forward's last position decides how LongRoPE rotates it: where a longer text begins, one behind the boundary
     piece, more = max(PIECE, model.boundary + 1), ids[:1] * (len(ids) == model.boundary)
     for at in range(0, len(ids), piece):
-        tokens = upload([*ids[at : at + piece], *more], model.device)
+        tokens = upload(ids[at : at + piece] + more, model.device)
         out = model.forward([Read(cache, tokens)], capture=capture, last=0)
         if each is not None and out.captured is not None:
             each(out.captured[: len(ids)])

@@ -419,8 +419,8 @@ def facts_of(model: PreTrainedModel) -> Fields:
 
 REASONS = {
     "dynamic": " (behind them its rope_type dynamic rotates all keys anew with each token, which is not done here)",
-    "longrope": " (of a prompt of no more than original_max_position_embeddings so many, since behind them its rope_type "
-    "longrope rotates all keys anew, which is not done here)",
+    "longrope": " (where the prompt is longer than original_max_position_embeddings, and that many otherwise, since "
+    "behind them its rope_type longrope rotates all keys anew, which is not done here)",
 }
 """By `rope_type` why a text ends where transformers goes on: a forward rotates by its largest position."""
 
@@ -436,10 +436,9 @@ class Context(int):
 
 def context_of(config: Any) -> Context:
     """The most positions that a language model of this configuration reads."""
-    limit = Context(
-        getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 1 << 30
-    )  # MPT
-    limit.reason = REASONS.get(rotations(config)[0].get("rope_type"), "")
+    of_mpt = getattr(config, "max_seq_len", 0) or 1 << 30
+    limit = Context(getattr(config, "max_position_embeddings", 0) or of_mpt)
+    limit.reason = REASONS.get(rotations(config)[0].get("rope_type", ""), "")
     return limit
 
 

@@ -19,7 +19,9 @@ from decode.models.heads.runner import in_target
 from decode.models.huggingface import mask_of, masked, slots_of, states_of
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
-TOKENS = 4096  # most tokens of a forward, unless one text has more
+# most tokens of a forward, unless one text has more; as many as the least boundary of published models, so that no text
+# behind it stands beside another one, whose keys would be rotated otherwise
+TOKENS = 4096
 LOGITS = 1 << 25  # most logits of a model that are held at once
 States = tuple[Tensor, Callable[[Tensor], Tensor]]  # that an output head reads  # [batch, time, hidden]; to logits
 

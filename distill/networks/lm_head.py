@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def one_text_a_row(model: nn.Module, places: Tensor) -> Iterator[None]:
     """
 
     def alone(rope: Any, args: Any, more: Any, _: Any) -> Any:
-        x, positions = *args, *more.values()
+        x, positions = chain(args, more.values())
         rows = positions.expand(len(x), -1)
         ends = rows[:, 0].scatter_reduce(0, places // rows.shape[1], rows.flatten()[places], "amax")
         parts = [rope.forward(x[:1], row[None]) for row in rows.minimum(ends[:, None])]

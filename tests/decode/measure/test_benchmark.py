@@ -265,7 +265,9 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
 
 def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models) -> None:
     session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1, pack="off"))
-    with pytest.raises(UserError, match=r"context of the target holds 256, 300 new ones"):
+    with pytest.raises(
+        UserError, match="toy: 2 of 2 prompts do not fit the context of the target, 256 tokens, together with 300 new"
+    ):
         session.items(make_suite(2))
     short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1, pack="off"))
     kept = short.items(make_suite(12))

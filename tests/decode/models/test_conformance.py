@@ -78,43 +78,53 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
         packed = open_runner(model, pack="on")
         packed.network.first_qkv = None  # as where they would take too much memory
         runners += [packed, open_runner(model, fast=False)]
+    new = min(NEW, (runners[0].boundary or runners[0].limit) + 1 - max(map(len, PROMPTS)))
     ways = ["empty", "alternating", "wrong"] + ["tree"] * (name not in NO_TREES)
-    ways += ["overlong"] * (runners[0].boundary < 0)  # drafters draft no more than they are asked for
+    ways += ["overlong"] * (new == NEW)  # longrope's texts end at its boundary, behind which nothing may be read
     for runner in runners:
-        for prompt, text in zip(PROMPTS, texts_of(name)):
+        for prompt, written in zip(PROMPTS, texts_of(name)):
+            text = written[: len(prompt) + new]
             for way in ways:
-                rounds = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
+                rounds = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, new)
                 assert (sum(r.accepted for r in rounds) > 3) == (way not in ("empty", "wrong"))
             if name not in NO_TREES:
                 system = Method("random", RandomTree(VOCAB, nodes=20), StopRule())
-                assert_decodes(runner, system, text, prompt, NEW)
+                assert_decodes(runner, system, text, prompt, new)
 
 
 @pytest.mark.parametrize("piece", [4, 512])
-def test_a_text_that_crosses_the_boundary_of_longrope_is_read_anew_as_generate_does(
+def test_a_prompt_behind_the_boundary_of_longrope_has_the_whole_context_and_others_end_there(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts end before, at and behind the boundary of 16 tokens; texts end there and long after it."""
+    """Texts are those of generate, which goes on at the boundary of 16 tokens, and longer ones by other frequencies."""
     monkeypatch.setattr(api, "PIECE", piece)
     model = model_of("Phi-3, rope longrope")
     runner, draft = open_runner(model), open_runner(resembling(model, 0.1))
     assert (runner.limit, runner.boundary) == (64, 16)
     prompts = [[(5 * i + 3) % VOCAB for i in range(length)] for length in (5, 15, 16, 17, 18, 40)]
-    texts = [generate(model, prompt, 24) for prompt in prompts]
+    ends = [17, 17, 17, 41, 42, 64]
+    texts = [generate(model, prompt, 24)[:end] for prompt, end in zip(prompts, ends, strict=True)]
     for prompt, text in zip(prompts, texts, strict=True):
-        for drafter in (*(Oracle(text, way, VOCAB) for way in ("tree", "perfect")), ModelDrafter(draft, GREEDY, VOCAB)):
-            assert_decodes(runner, Method("", drafter, StopRule()), text, prompt, 24)
-    for new in (24, 3):  # of the latter the first text does not cross
-        written = write_texts(model, prompts, GREEDY, budgets=new, stop_ids=(), draws=draws_of_loop(0))
-        assert [prompt + more for prompt, more in zip(prompts, written)] == [text[: new - 24 or None] for text in texts]
+        drafters = [Oracle(text, "tree", VOCAB), Oracle(text, "perfect", VOCAB), ModelDrafter(draft, GREEDY, VOCAB)]
+        for drafter in drafters:
+            method = Method("", drafter, StopRule())
+            assert decode(runner, method, GREEDY, prompt, max_new_tokens=24).ids == text
+    for rows in (None, 2):
+        written = write_texts(model, prompts, GREEDY, budgets=24, stop_ids=(), draws=draws_of_loop(0), batch_size=rows)
+        assert [prompt + more for prompt, more in zip(prompts, written)] == texts
 
 
-def test_a_limit_of_this_package_says_so() -> None:
-    """Behind its context a dynamic rope goes on in transformers, with other frequencies for each token."""
-    runner = open_runner(model_of("Llama, rope dynamic"))
-    with pytest.raises(UserError, match="the target's context holds 64, behind which its rope_type dynamic rotates"):
-        decode(runner, Method("", NoDrafter(), StopRule()), GREEDY, [1] * 65)
-    assert not open_runner(model_of("Llama")).limit_reason
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Llama, rope dynamic", r" \(behind them its rope_type dynamic"),
+        ("Phi-3, rope longrope", r" \(where the prompt is longer than original_max_position_embeddings"),
+        ("Llama", "; shorten it"),
+    ],
+)
+def test_a_limit_of_this_package_says_so(name: str, why: str) -> None:
+    with pytest.raises(UserError, match=f"the target's context holds 64{why}"):
+        decode(open_runner(model_of(name)), Method("", NoDrafter(), StopRule()), GREEDY, [1] * 65)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -51,13 +51,6 @@ def test_every_text_gets_its_own_logits(family: str, tokens: int, tiny, monkeypa
                 torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_longrope_rotates_every_text_as_it_does_alone() -> None:
-    """A batch would take the frequencies of its longest text; the boundary is at 16 tokens."""
-    target = build_architecture("Phi-3, rope longrope")
-    for forced in teacher_forced(target, {"draft": resembling(target, 0.2)}, TEXTS):
-        torch.testing.assert_close(forced.p, response_logits(target, *TEXTS[forced.number]), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Cohere", "Falcon-H1"])
 def test_logits_of_a_long_text_are_made_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a factor or a soft cap follows, known or not; no more than `LOGITS` are held at once."""

@@ -172,6 +172,17 @@ def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> No
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])
 
 
+def test_the_limit_of_a_dynamic_rope_is_given_with_its_reason(tmp_path, tiny) -> None:
+    model, tokenizer = make_pair(tiny)[0], make_tokenizer(chat=True)
+    model.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
+    model.config.max_position_embeddings = 16
+    run, _ = bench(tiny_settings(tmp_path, target=given(tmp_path / "model", tokenizer, model)))
+    with pytest.raises(
+        UserError, match=r"target.model is 16 \(behind them its rope_type dynamic .* lower data.max_len"
+    ):
+        check_inputs(run)
+
+
 @pytest.mark.parametrize("damage", ["cut", "bias", "two"])
 def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(damage: str, tmp_path, tiny) -> None:
     model, tokenizer = make_pair(tiny)[0], make_tokenizer(chat=True)

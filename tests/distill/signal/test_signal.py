@@ -79,12 +79,16 @@ def test_a_forward_holds_no_states_but_those_that_a_head_reads(tiny) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "field"), [("Phi-3", "original_max_position_embeddings"), ("Llama", "max_position_embeddings")]
+    ("name", "field", "lengths"),
+    [
+        ("Phi-3, rope longrope", "original_max_position_embeddings", (40, 5, 16, 17, 18, 30)),
+        ("Llama, rope dynamic", "max_position_embeddings", (40, 5, 16)),
+    ],
 )
-def test_states_of_a_text_do_not_depend_on_a_longer_neighbour(name: str, field: str) -> None:
-    """LongRoPE and dynamic ropes choose their frequencies by the longest text of a batch, the latter of all so far."""
-    model = build_architecture(f"{name}, rope {'longrope' if name == 'Phi-3' else 'dynamic'}", **{field: 16})
-    texts = [[(5 * i + length) % VOCAB for i in range(length)] for length in (40, 5, 16, 17, 18, 30)]
+def test_states_of_a_text_do_not_depend_on_a_longer_neighbour(name: str, field: str, lengths: tuple[int, ...]) -> None:
+    """LongRoPE and dynamic ropes choose their frequencies by the longest text of a batch."""
+    model = build_architecture(name, **{field: 16})
+    texts = [[(5 * i + length) % VOCAB for i in range(length)] for length in lengths]
     examples = Examples.of(Dataset.from_dict({"input_ids": texts, "labels": texts}))
     batch = examples.batch(np.arange(len(texts)))
     fresh, (hidden, features) = copy.deepcopy(model), read_states(model, [1], batch)
