@@ -436,8 +436,11 @@ class Context(int):
 
 def context_of(config: Any) -> Context:
     """The most positions that a language model of this configuration reads."""
-    of_mpt = getattr(config, "max_seq_len", 0) or 1 << 30
-    limit = Context(getattr(config, "max_position_embeddings", 0) or of_mpt)
+    limit = Context(
+        getattr(config, "max_position_embeddings", 0)
+        or getattr(config, "max_seq_len", 0)  # MPT
+        or 1 << 30
+    )
     limit.reason = REASONS.get(rotations(config)[0].get("rope_type", ""), "")
     return limit
 
