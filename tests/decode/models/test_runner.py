@@ -127,7 +127,7 @@ def test_appending_to_a_rolling_layer_copies_nothing_while_there_is_room(monkeyp
     keys, values = layer.update(states(4, 5), -states(4, 5))
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(values, -keys)
-    assert layer.memory[0].shape[2] == 6
+    assert layer.memory["keys"].shape[2] == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
