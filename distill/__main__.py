@@ -16,13 +16,13 @@ trainer.devices means several GPUs of this machine, a process is started for eac
 
 EXAMPLES = """\
   draftsmith distill --config configs/quickstart.yaml
-  draftsmith distill --config C --dry-run         the whole run with tiny random models, without a network
-  draftsmith distill --config C --estimate        tokens, memory and time of the training, from a few of its steps
-  draftsmith distill --config C --show-example    one training example with its label mask
+  draftsmith distill --config C --dry-run         # the whole run with tiny random models, without a network
+  draftsmith distill --config C --estimate        # tokens, memory and time of the training, from a few of its steps
+  draftsmith distill --config C --show-example    # one training example with its label mask
   draftsmith distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96
   draftsmith distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
-  draftsmith distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
-  draftsmith distill ablate --config configs/ablation.yaml    objectives and kinds of drafts over several seeds"""
+  draftsmith distill check-engine --config C --teacher.signal vllm    # vLLM's hidden states beside transformers'
+  draftsmith distill ablate --config configs/ablation.yaml    # objectives and kinds of drafts over several seeds"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
 offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,

@@ -33,7 +33,7 @@ from decode.options import MODE, Settings, build
 PACKAGE = Path(__file__).parents[1]  # whose configs/ are those of the repository
 NAME = "NAME"  # stands for every name of a mapping from names to sections
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
-SWITCHES = (bool, bool | None)
+SWITCHES = (bool, typing.Literal["auto"] | bool | None)
 
 
 def parse(
