@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -181,7 +183,8 @@ def export(run: Run) -> str:
     key = fingerprint(run.draft_record(chosen).fingerprint, asdict(settings.export))
     same = run.bring(run.export, lambda path: read_json(run.note(path)).get("fingerprint") == key)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=None if same else run.keep)
+    student, how = settings.student, Values(trust_remote_code=trust, keep=None if same else run.keep)
+    how["about"] = training_facts(run, chosen)
     if student.draft.head:
         export_head(*models, length=student.steps, **how)
     else:
@@ -191,6 +194,29 @@ def export(run: Run) -> str:
     write_json(run.note(run.export), {"fingerprint": key})
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen
+
+
+def training_facts(run: Run, chosen: str) -> Values:
+    """What the model card says of a draft's training: the target by a name that others know, texts and recipe."""
+    settings, target, data = run.settings, run.settings.target, run.settings.data
+    training, model = settings.drafts[chosen].training_of(settings.training), str(target.model)
+    public = target.kind == "as_is" and not Path(model).exists()
+    card = run.target / "README.md"
+    licence = re.search(r"^license: *(\S+)", card.read_text("utf-8"), re.MULTILINE) if card.is_file() else None
+    texts = min(len(run.examples), training.examples or sys.maxsize)
+    named = model.partition("@")[0] if public else Path(model).name.removesuffix(".gguf")
+    return {
+        "name": chosen,
+        "target_name": named if target.kind == "as_is" else f"the target of the run {settings.name}",
+        **({"target": named, "base_model": named} if public else {}),
+        "licence": licence and licence[1],
+        "texts": texts,
+        "answers": settings.teacher.responses.temperature if settings.teacher.responses.from_target else None,
+        "most_tokens": data.max_length,
+        "divergence": settings.drafts[chosen].divergence,
+        "recipe": {"steps": training.steps_for(texts), "batch size": training.batch_size, "learning rate": training.lr},
+        "dropped": [note.partition(" (row ")[0] for note in run.corpus.notes if " dropped" in note],
+    }
 
 
 def write_settings(settings: Settings, path: Path) -> None:

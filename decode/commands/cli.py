@@ -277,21 +277,21 @@ NEXT = "choose another output folder, then run the same command again"
 STOPPED = "stopped; a training continues if the same command is run again"
 
 
-def _interrupted(*_: object) -> None:
+def _interrupted(number: int, _: object) -> None:
     """Ctrl-C or SIGTERM; in the import of a library an exception would come out as another or abort the process."""
     specs = (getattr(sys.modules.get(name), "__spec__", None) for name in ("numpy", "torch"))
     if any(getattr(spec, "_initializing", False) for spec in specs):
         os.write(2, f"{STOPPED}\n".encode())
-        os._exit(130)
-    raise KeyboardInterrupt
+        os._exit(128 + number)
+    raise KeyboardInterrupt(number)
 
 
 def run_main(function: Callable[[], object]) -> int:
     """Run a command; an error that the user can correct, an interrupt or a full disk is reported in one line.
 
     Returns:
-        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
-        exceptions pass through.
+        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C, 143 after SIGTERM.
+        Other exceptions pass through.
     """
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
@@ -308,8 +308,8 @@ def run_main(function: Callable[[], object]) -> int:
         line, status = f"error: {error}", 2
     except SystemExit as error:  # after --help
         return int(error.code or 0)
-    except KeyboardInterrupt:
-        line, status = STOPPED, 130
+    except KeyboardInterrupt as error:
+        line, status = STOPPED, 128 + (*error.args, signal.SIGINT)[0]
     except BrokenPipeError:  # `... | head` closed the pipe
         _close_stdout()
         return 0

@@ -73,11 +73,18 @@ LeftOut = list[tuple[str, int, str]]
 
 @dataclass
 class SourceRows:
-    """Rows of each split in one shape (columns `PLAIN`), and sentences about what was left out."""
+    """Rows of each split in one shape (columns `PLAIN`), sentences about what was left out, and every dropped row."""
 
     kind: str
     splits: dict[str, Dataset]
     notes: list[str] = field(default_factory=list)
+    dropped: list[Row] = field(default_factory=list)
+
+    def tell(self, split: str, left_out: LeftOut) -> None:
+        """Note rows of a split that are not used as they are."""
+        self.notes += sentences(split, left_out)
+        lost = [entry for entry in left_out if entry[0].endswith(" dropped")]
+        self.dropped += [{"split": split, "row": row, "reason": why, "detail": about} for why, row, about in lost]
 
 
 def plain_rows(rows: Sequence[Row]) -> Dataset:
@@ -112,7 +119,7 @@ def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
         left_out = LeftOut()
         plain = shaped(chain(first if split == "train" else (), raw.pop(split, ())), shape, left_out)
         rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, plain)
-        rows.notes += sentences(split, left_out)
+        rows.tell(split, left_out)
     _divide(rows)
     return rows
 
@@ -150,9 +157,9 @@ def _divide(rows: SourceRows) -> None:
     for split in reversed(SPLITS) if kind != "text" else ():
         new = ~np.isin(keys[split], later)
         later = np.concatenate([later, keys[split]])
-        if lost := int((~new).sum()):
-            what = "their prompts" if kind == "pairs" else "they"
-            rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
+        if not new.all():
+            why = f"{'whose prompts' if kind == 'pairs' else 'that'} are in a later split too dropped"
+            rows.tell(split, [(why, row, "") for row in kept[split].select(np.flatnonzero(~new))["number"]])
             kept[split] = kept[split].select(np.flatnonzero(new))
 
 

@@ -253,7 +253,7 @@ def work():
 sys.exit(run_main(work))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "stopped; a training continues if the same command is run again\n")
+    assert (done.returncode, done.stderr) == (143, "stopped; a training continues if the same command is run again\n")
     assert not list(tmp_path.iterdir())
 
 

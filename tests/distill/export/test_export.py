@@ -31,7 +31,7 @@ def make(folder: Path, family: str = "llama", vocabulary: int = 288, **more) -> 
 
 
 def run_export(draft: Path, target: Path, name: str = "draft") -> Path:
-    return export_draft(draft, target, target.parent / name, ExportSettings(), name="adaspec")
+    return export_draft(draft, target, target.parent / name, ExportSettings())
 
 
 USER_SCRIPT = """

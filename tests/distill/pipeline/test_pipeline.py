@@ -300,6 +300,12 @@ def test_without_evaluation_the_draft_is_exported_and_once(tmp_path) -> None:
     run = run_pipeline(begun(settings), console)
     assert not (run.folder / "report.json").exists()
     assert AutoModelForCausalLM.from_pretrained(run.export).num_parameters() > 0
+    card = (run.export / "README.md").read_text()
+    assert "# Draft model for the target of the run tiny\n" in card
+    assert (
+        "\n20 texts of at most 256 tokens; divergence `forward_kl`, steps 12, batch size 4, learning rate 0.003.\n"
+        in card
+    )
     weights = run.export / "model.safetensors"
     assert measure(run) == {}
     assert "up to date" in console.export_text()
