@@ -2,8 +2,6 @@
 
 import copy
 import json
-import re
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -197,24 +195,15 @@ def export(run: Run) -> str:
 
 
 def training_facts(run: Run, chosen: str) -> Values:
-    """What the model card says of a draft's training: the target by a name that others know, texts and recipe."""
-    settings, target, data = run.settings, run.settings.target, run.settings.data
-    training, model = settings.drafts[chosen].training_of(settings.training), str(target.model)
-    public = target.kind == "as_is" and not Path(model).exists()
-    card = run.target / "README.md"
-    licence = re.search(r"^license: *(\S+)", card.read_text("utf-8"), re.MULTILINE) if card.is_file() else None
-    texts = min(len(run.examples), training.examples or sys.maxsize)
-    named = model.partition("@")[0] if public else Path(model).name.removesuffix(".gguf")
+    """What the model card says of a draft's training: the target's name on the Hub or folder, recipe, dropped rows."""
+    settings, draft, model = run.settings, run.settings.drafts[chosen], str(run.settings.target.model)
+    public = settings.target.kind == "as_is" and not Path(model).exists()
+    recipe = {"texts": len(run.examples), "max_length": settings.data.max_length, "divergence": draft.divergence}
     return {
         "name": chosen,
-        "target_name": named if target.kind == "as_is" else f"the target of the run {settings.name}",
-        **({"target": named, "base_model": named} if public else {}),
-        "licence": licence and licence[1],
-        "texts": texts,
-        "answers": settings.teacher.responses.temperature if settings.teacher.responses.from_target else None,
-        "most_tokens": data.max_length,
-        "divergence": settings.drafts[chosen].divergence,
-        "recipe": {"steps": training.steps_for(texts), "batch size": training.batch_size, "learning rate": training.lr},
+        "target": model.partition("@")[0] if public or run.as_it_is else str(run.target),
+        "public": public,
+        "recipe": recipe | asdict(draft.training_of(settings.training)),
         "dropped": [note.partition(" (row ")[0] for note in run.corpus.notes if " dropped" in note],
     }
 

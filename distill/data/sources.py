@@ -83,8 +83,9 @@ class SourceRows:
     def tell(self, split: str, left_out: LeftOut) -> None:
         """Note rows of a split that are not used as they are."""
         self.notes += sentences(split, left_out)
-        lost = [entry for entry in left_out if entry[0].endswith(" dropped")]
-        self.dropped += [{"split": split, "row": row, "reason": why, "detail": about} for why, row, about in lost]
+        for reason, row, detail in left_out:
+            if reason.endswith(" dropped"):
+                self.dropped.append({"split": split, "row": row, "reason": reason, "detail": detail})
 
 
 def plain_rows(rows: Sequence[Row]) -> Dataset:
@@ -158,8 +159,8 @@ def _divide(rows: SourceRows) -> None:
         new = ~np.isin(keys[split], later)
         later = np.concatenate([later, keys[split]])
         if not new.all():
-            why = f"{'whose prompts' if kind == 'pairs' else 'that'} are in a later split too dropped"
-            rows.tell(split, [(why, row, "") for row in kept[split].select(np.flatnonzero(~new))["number"]])
+            lost = kept[split].select(np.flatnonzero(~new))["number"]
+            rows.tell(split, [("in a later split too dropped", row, "") for row in lost])
             kept[split] = kept[split].select(np.flatnonzero(new))
 
 

@@ -301,11 +301,11 @@ def test_without_evaluation_the_draft_is_exported_and_once(tmp_path) -> None:
     assert not (run.folder / "report.json").exists()
     assert AutoModelForCausalLM.from_pretrained(run.export).num_parameters() > 0
     card = (run.export / "README.md").read_text()
-    assert "# Draft model for the target of the run tiny\n" in card
-    assert (
-        "\n20 texts of at most 256 tokens; divergence `forward_kl`, steps 12, batch size 4, learning rate 0.003.\n"
-        in card
+    assert "# Draft model for tiny/target\n" in card
+    recipe = (
+        "In draftsmith's settings: texts 20, max_length 256, divergence forward_kl, steps 12, batch_size 4, optimizer"
     )
+    assert f"## Training\n\n{recipe} adamw, lr 0.003, schedule" in card
     weights = run.export / "model.safetensors"
     assert measure(run) == {}
     assert "up to date" in console.export_text()
