@@ -243,7 +243,7 @@ def in_parts(tensors: Fields, empty: PreTrainedModel, wanted: str, *, quantised:
     return {name: tensors[name] if name in read else Unread(shape) for name, shape in shapes.items()}
 
 
-PACKED = re.compile(r"F[468]_?|[IU]\d+ .*(weight|bias|proj)$")
+PACKED = re.compile(r"F[468][_ ]|[IU]\d+ .*(weight|bias|proj)$")
 
 
 def packed(tensors: Fields) -> list[str]:
