@@ -23,9 +23,7 @@ def _list_methods() -> None:
     from decode.methods import METHODS, PROBE_STOPS, RULES, STOPS, is_lossless
     from decode.progress import fitting_table, output_console
 
-    kinds = {True: ("lossless", ""), False: ("relaxed", "yellow")}  # with the style of the row
-    described = [(name, *kinds[is_lossless(name)]) for name in METHODS]
-    rows = [((name, kind, *METHODS[name]), style) for name, kind, style in described]
+    rows = [((name, "lossless" if is_lossless(name) else "relaxed", *METHODS[name]), "") for name in METHODS]
     console = output_console(highlight=False)
     console.print(fitting_table(("method", "output", "drafter", "stop rule", "acceptance rule"), rows))
     console.print(f"\n--stop-rule takes {', '.join(STOPS | PROBE_STOPS)}", f"--rule takes {', '.join(RULES)}", sep="\n")

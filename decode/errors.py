@@ -47,6 +47,6 @@ def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{kind} {name!r} cannot be imported ({error}); {', '.join(entries)} need no module") from error
+        raise UserError(f"{kind} {name!r} cannot be imported ({error}): give module.name of your own code") from error
     finally:
         sys.path.pop()

@@ -10,21 +10,19 @@ from decode.progress import output_console
 from distill.config import AblateSettings, Settings
 
 ABOUT = """Trains drafts for a target: target -> student -> drafts (DistillSpec; with a reference AdaSPEC), exports the
-one that export.choose names and measures all of them, under <output_dir>/<name>/. The commands `ablate` (drafts over
-several seeds) and `check-engine` (a target in vLLM beside transformers) may precede the options. Stages whose inputs
-have not changed are skipped, and an interrupted run continues where it was. Flags that are not settings: --dry-run (the
-whole run with tiny random models of the same architectures, no network, under a minute), --show-example (print one
-training example with its label mask, then stop), --estimate (run a few steps of every part with the run's models and
-data, and print tokens, memory and time of the training), --drafts.NAME.KEY VALUE (change one draft). Where
+one that export.choose names and measures all of them, under <output_dir>/<name>/. Stages whose inputs have not changed
+are skipped, and an interrupted run continues where it was. --drafts.NAME.KEY VALUE changes one draft. Where
 trainer.devices means several GPUs of this machine, a process is started for each."""
 
 EXAMPLES = """\
   draftsmith distill --config configs/quickstart.yaml
-  draftsmith distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96 --dry-run
-  draftsmith distill --config configs/quickstart.yaml --show-example
+  draftsmith distill --config C --dry-run         # the whole run with tiny random models, without a network
+  draftsmith distill --config C --estimate        # tokens, memory and time of the training, from a few of its steps
+  draftsmith distill --config C --show-example    # one training example with its label mask
+  draftsmith distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96
   draftsmith distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
-  draftsmith distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
-  draftsmith distill ablate --config configs/ablation.yaml     objectives and kinds of drafts over several seeds"""
+  draftsmith distill check-engine --config C --teacher.signal vllm    # vLLM's hidden states beside transformers'
+  draftsmith distill ablate --config configs/ablation.yaml    # objectives and kinds of drafts over several seeds"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
 offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,

@@ -181,7 +181,8 @@ def export(run: Run) -> str:
     key = fingerprint(run.draft_record(chosen).fingerprint, asdict(settings.export))
     same = run.bring(run.export, lambda path: read_json(run.note(path)).get("fingerprint") == key)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    student, how = settings.student, Values(trust_remote_code=trust, name=chosen, keep=None if same else run.keep)
+    student, how = settings.student, Values(trust_remote_code=trust, keep=None if same else run.keep)
+    how["about"] = training_facts(run, chosen)
     if student.draft.head:
         export_head(*models, length=student.steps, **how)
     else:
@@ -191,6 +192,20 @@ def export(run: Run) -> str:
     write_json(run.note(run.export), {"fingerprint": key})
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     return chosen
+
+
+def training_facts(run: Run, chosen: str) -> Values:
+    """What the model card says of a draft's training: the target's name on the Hub or folder, recipe, dropped rows."""
+    settings, draft, model = run.settings, run.settings.drafts[chosen], str(run.settings.target.model)
+    public = settings.target.kind == "as_is" and not Path(model).exists()
+    recipe = {"texts": len(run.examples), "max_length": settings.data.max_length, "divergence": draft.divergence}
+    return {
+        "name": chosen,
+        "target": model.partition("@")[0] if public or run.as_it_is else str(run.target),
+        "public": public,
+        "recipe": recipe | asdict(draft.training_of(settings.training)),
+        "dropped": [note.partition(" (row ")[0] for note in run.corpus.notes if " dropped" in note],
+    }
 
 
 def write_settings(settings: Settings, path: Path) -> None:

@@ -10,8 +10,7 @@ from decode.measure.machine import conditions, doubt
 from decode.measure.report import Row, Section, Table, cell, console_table, doubts, write_page
 from decode.measure.statistics import finite
 
-SCORED = ("token_probability", "confidence_probe", "entropy")  # what the probe is compared with
-METRICS = ("auroc", *(f"auroc_{other}" for other in SCORED), "brier", "ece")
+METRICS = "auroc", "auroc_token_probability", "auroc_confidence_probe", "auroc_entropy", "brier", "ece"
 SPEEDS = (
     "title", "speedup", "speedup_vs_layerskip", "accepted_length", "alpha", "exit_layer", "draft_length", "threshold",
     "tried", "tokens_per_second", "accepted_per_drafted", "identical_to_target",

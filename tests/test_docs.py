@@ -15,6 +15,8 @@ import yaml
 from enumeration import bias_of
 from tiny_run import tiny_settings
 
+import distill.__main__ as distill
+import probes.__main__ as probes
 from decode import load
 from decode.__main__ import COMMANDS
 from decode.commands.cli import known_keys, parse
@@ -26,6 +28,8 @@ from probes.settings import ProbesSettings
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in (*ROOT.glob("[!C]*.md"), *ROOT.glob("docs/*.md"))}
+EXAMPLES = [distill.EXAMPLES, probes.EXAMPLES, *(command["examples"] for command in COMMANDS.values())]
+COMMANDED = PAGES | {"--help": "\n".join(["```bash", *EXAMPLES, "```"])}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning's, about defaults
@@ -77,10 +81,12 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
     return [(match[1], shlex.split(match[2], comments=True)) for match in found if match]
 
 
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if commands(page)])
+@pytest.mark.parametrize("name", ["README.md", *(name for name, page in COMMANDED.items() if commands(page))])
 def test_commands_are_parsed(name: str) -> None:
     """`C` stands for any configuration."""
-    for package, words in commands(PAGES[name]):
+    found = commands(COMMANDED[name])
+    assert found
+    for package, words in found:
         argv, foreign = ["quickstart.yaml" if word == "C" else word for word in words if word not in FLAGS], set[str]()
         if package == "decode":
             command = next((each for each in COMMANDS if " ".join(argv).startswith(each)), "")

@@ -8,6 +8,7 @@ read first. A file that is not there is looked for among the configurations of t
 import dataclasses
 import difflib
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -32,7 +33,7 @@ from decode.options import MODE, Settings, build
 PACKAGE = Path(__file__).parents[1]  # whose configs/ are those of the repository
 NAME = "NAME"  # stands for every name of a mapping from names to sections
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
-SWITCHES = (bool, bool | None)
+SWITCHES = (bool, typing.Literal["auto"] | bool | None)
 
 
 def parse(
@@ -83,19 +84,32 @@ def parse(
     return build(settings_class, content, source)
 
 
-def _show_help(kind: Any, prog: str, description: str, examples: str, sections: Sequence[str]) -> NoReturn:
-    """Print the options, or those of one section, and exit."""
+def _show_help(kind: Any, prog: str, description: str, examples: str, asked: Sequence[str]) -> NoReturn:
+    """Print the options by section, a command's own before those it shares, or those of one section, and exit."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage = " ".join([prog, *sections, "[options]"])
-    parser = jsonargparse.ArgumentParser(prog, usage, description, default_env=False, parser_mode=MODE)
+    usage, keys = " ".join([prog, *asked, "[options]"]), known_keys(kind)
+    parser: Any = jsonargparse.ArgumentParser(prog, usage, description, default_env=False, parser_mode=MODE)
+    parser.formatter_class = functools.partial(jsonargparse.DefaultHelpFormatter, max_help_position=6, width=100)
     parser.add_argument("--config", help="YAML file to read options from; may be repeated")
-    parser.add_class_arguments(kind, None)
-    if sections:
-        sys.argv[0] = f"{prog} {sections[0]}"  # which jsonargparse names
-        parser.parse_args(["--" + sections[0][2:].replace("-", "_")])
-    text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # jsonargparse's options that extend a list
+    hints = {key: typing.get_type_hints(kind)[key.split(".")[0]] for key in keys if dataclasses.is_dataclass(keys[key])}
+    listed = [key for key, hint in hints.items() if not dataclasses.is_dataclass(hint)]  # by name, or false instead
+    parser.add_class_arguments(kind, None, skip={key.split(".")[0] for key in listed})
+    for key in listed:
+        parser.add_class_arguments(keys[key], key)
+    plain, *groups = parser._action_groups[2:]
+    first = {"target", "draft", "temperature", *inspect.get_annotations(kind)}
+    plain._group_actions.sort(key=lambda action: action.dest not in first)
+    by_name = {group._group_actions.pop(0).dest.removesuffix(f".{NAME}"): group for group in groups}
+    for name, group in by_name.items():
+        group.title = f"{name}: {group.title}"
+    if asked:
+        parser.description, parser._action_groups = "", [choose("section", asked[0][2:-5].replace("-", "_"), by_name)]
+    elif by_name:
+        parser.add_argument("--SECTION.help", help=f"Explain one section: {', '.join(by_name)}", metavar="")
+    # without jsonargparse's options that extend a list
+    text = re.sub(r", --\S+\+ \S+|\s+\(default: null\)", "", parser.format_help())
     text = re.sub(r"--[\w.]+", lambda name: name[0].replace("_", "-"), text)
-    print(text + (f"\nexamples:\n{examples}" if examples else ""))
+    print(text.replace("\noptions:", f"\nexamples:\n{examples}\n\noptions:") if examples else text)
     raise SystemExit(0)
 
 
@@ -169,10 +183,8 @@ def known_keys(settings_class: type, prefix: str = "") -> Fields:
         keys[prefix + name] = hints[name]
         sections: Iterator[Any] = filter(dataclasses.is_dataclass, _types(hints[name]))
         for section in sections:
-            place = f"{prefix}{name}"
-            if typing.get_origin(hints[name]) is dict:
-                keys[place := f"{place}.{NAME}"] = section
-            keys |= known_keys(section, f"{place}.")
+            place = f"{prefix}{name}{f'.{NAME}' * (typing.get_origin(hints[name]) is dict)}"
+            keys |= {place: section} | known_keys(section, f"{place}.")
     return keys
 
 
@@ -277,21 +289,21 @@ NEXT = "choose another output folder, then run the same command again"
 STOPPED = "stopped; a training continues if the same command is run again"
 
 
-def _interrupted(*_: object) -> None:
+def _interrupted(number: int, _: object) -> None:
     """Ctrl-C or SIGTERM; in the import of a library an exception would come out as another or abort the process."""
     specs = (getattr(sys.modules.get(name), "__spec__", None) for name in ("numpy", "torch"))
     if any(getattr(spec, "_initializing", False) for spec in specs):
         os.write(2, f"{STOPPED}\n".encode())
-        os._exit(130)
-    raise KeyboardInterrupt
+        os._exit(128 + number)
+    raise KeyboardInterrupt(number)
 
 
 def run_main(function: Callable[[], object]) -> int:
     """Run a command; an error that the user can correct, an interrupt or a full disk is reported in one line.
 
     Returns:
-        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
-        exceptions pass through.
+        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C, 143 after SIGTERM.
+        Other exceptions pass through.
     """
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
@@ -308,8 +320,8 @@ def run_main(function: Callable[[], object]) -> int:
         line, status = f"error: {error}", 2
     except SystemExit as error:  # after --help
         return int(error.code or 0)
-    except KeyboardInterrupt:
-        line, status = STOPPED, 130
+    except KeyboardInterrupt as error:
+        line, status = STOPPED, 128 + (*error.args, signal.SIGINT)[0]
     except BrokenPipeError:  # `... | head` closed the pipe
         _close_stdout()
         return 0

@@ -58,7 +58,7 @@ def as_svg(axes: Axes) -> str:
 
 
 @mpl.rc_context(STYLE)
-def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> str:
+def speedup_bars(rows: Iterable[Row]) -> str:
     """Horizontal bars with their intervals, and a dashed line at 1.
 
     A row is ``{name, speedup, speedup_ci95?: [low, high], lossless?: bool}``; relaxed methods are orange, and rows
@@ -66,8 +66,8 @@ def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> s
     """
     rows = [row for row in rows if finite(row.get("speedup"))]
     names = [textwrap.fill(row["name"], 26) for row in rows]
-    lines = max((name.count("\n") + 1 for name in names), default=1)
-    height = max(2.4, 0.95 + (0.11 + 0.16 * lines) * len(rows))
+    height = max(2.4, 0.95 + 0.11 * len(rows) + 0.16 * len("\n".join(names).splitlines()))
+    title = "Speedup over no draft" + " (orange: relaxed)" * any(row.get("lossless") is False for row in rows)
     axes = new_axes(title, "tokens/s ÷ tokens/s without a draft (×)", "", height)
     speeds = np.array([row["speedup"] for row in rows])
     ends = np.array([row.get("speedup_ci95") or [row["speedup"]] * 2 for row in rows]).reshape(-1, 2).T
@@ -95,13 +95,11 @@ def lines(
 
     Axes are labelled with quantity and formula.
     """
-    axes, drawn = new_axes(title, xlabel, ylabel, 2.4), list[Any]()
+    axes = new_axes(title, xlabel, ylabel, 2.4)
     for i, (name, values) in enumerate(series.items()):
         kept = [value for value in values if all(map(finite, value))]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)] if len(kept) < 10 else ""
-        line: Any = (0, (4, 3)) if kept in drawn else "-"  # a line that hides another one shows it in its gaps
-        axes.plot([v[0] for v in kept], [v[1] for v in kept], ls=line, marker=marker, color=colour, label=name)
-        drawn.append(kept)
+        axes.plot([v[0] for v in kept], [v[1] for v in kept], marker=marker, color=colour, label=name)
         for x, _, *interval in kept:
             axes.plot([x] * len(interval), interval, color=colour, linewidth=1.1, alpha=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from decode.measure.statistics import finite
 from decode.progress import fitting_table
 
 Row = plots.Row
-Figure = tuple[str, str]  # a plot as SVG, and its caption
 
 # -- tables and pages -------------------------------------------------------------------------------------------------
 
@@ -92,8 +92,7 @@ def texts_of(keys: Iterable[str], rows: Sequence[Row]) -> tuple[list[str], list[
 
 def console_table(title: str, keys: Iterable[str], rows: Sequence[Row], below: Iterable[str] = ()) -> TerminalTable:
     """A table for a terminal; columns without values are left out, and ``style`` of a row is its style."""
-    keys = filled(keys, rows)
-    headings, cells = texts_of(keys, rows)
+    headings, cells = texts_of(keys := filled(keys, rows), rows)
     return fitting_table(
         headings,
         [(line, row.get("style", "")) for line, row in zip(cells, rows)],
@@ -143,7 +142,7 @@ class Section:
     text: str = ""
     facts: Row = field(default_factory=dict)  # only values that are `present`
     tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
+    figures: Sequence[str] = ()  # SVG
     code: Mapping[str, str] = field(default_factory=dict)  # preformatted texts by their captions
     cards: Sequence[tuple[str, str]] = ()  # values in large type, with what they are: shown above the text
     folded: bool = False  # hide all of it below its heading until that is clicked
@@ -161,12 +160,10 @@ def write_page(path: Path, title: str, headline: str, sections: Iterable[Section
     templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     templates.globals |= {"cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
     sections = list(sections)
-    # categories have their own note
-    tables = [table for section in sections for table in section.tables if table.keys != OF_CATEGORY]
-    why = doubts(row for table in tables for row in table.rows)
-    shown: Fields = {"title": title, "headline": headline, "doubts": why, "sections": sections}
-    page = templates.get_template("html_page.html").render(shown)
-    write_text(path, page.lstrip())
+    tables = [table for section in sections for table in section.tables]
+    why = doubts(row for table in tables if table.keys != OF_CATEGORY for row in table.rows)  # those have a note
+    page = templates.get_template("html_page.html")
+    write_text(path, page.render(title=title, headline=headline, doubts=why, sections=sections).lstrip())
 
 
 # -- the report of a benchmark ----------------------------------------------------------------------------------------
@@ -174,7 +171,6 @@ def write_page(path: Path, title: str, headline: str, sections: Iterable[Section
 KEYS = [key for key, column in COLUMNS.items() if column.bench]
 """Columns of the page's tables."""
 OF_CATEGORY = ("category", "name", "prompts", "speedup", "accepted_length", "alpha")
-STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
 
 
 def keys_of(rows: Sequence[Row]) -> list[str]:
@@ -204,23 +200,20 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
     return sorted(ours, key=lambda r: -r["speedup"])
 
 
-def by_category(rows: Sequence[Row]) -> list[Table]:
+def by_category(rows: Sequence[Row]) -> Table:
     """A table of what the five fastest methods of a block have in each category of its suite, if it has several."""
     fastest = [row for row in drafting(rows) if row["recommended"]][:5]
     parts = [{**row, **part} for row in fastest for part in row.get("categories") or ()]
     note = "" if doubts(rows) else doubts(parts)  # most have fewer prompts than the block
-    return [Table(OF_CATEGORY, parts, "By category", folded=True, note=note)] if parts else []
+    return Table(OF_CATEGORY, parts, "By category", folded=True, note=note)
 
 
 def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
-    """The rows of each block for a terminal, and its fastest methods by category."""
+    """The rows of each block for a terminal, with what is noted about them."""
     for title, block in by_block(rows).items():
         keys = [key for key in keys_of(block) if COLUMNS[key].bench == "console"]
-        without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
-        styled = [{**row, **without, "style": STYLES[row["kind"]]} for row in block]
-        yield console_table(title, keys, styled, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
-        for table in by_category(block):
-            yield console_table(table.title, table.keys, table.rows, [table.note] if table.note else [])
+        shown = [{**row, "alpha_se": None, "accuracy_se": None} for row in block]  # which the page shows
+        yield console_table(title, keys, shown, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
 
 
 def answers(rows: Sequence[Row]) -> list[str]:
@@ -231,11 +224,8 @@ def answers(rows: Sequence[Row]) -> list[str]:
     loop without a draft is one of them, its forward itself gives other logits, and no method is called the fastest.
     Where the fastest has no result (see `doubts`), no other is called the fastest.
     """
-
-    def place(row: Row) -> tuple[Any, ...]:
-        return row["suite"], row["batch_size"], row["name"]
-
-    lines, wrong = [], {place(r) for r in rows if r["kind"] == "lossless" and r["identical_to_target"] is False}
+    lines, place = [], itemgetter("suite", "batch_size", "name")
+    wrong = {place(r) for r in rows if r["kind"] == "lossless" and r["identical_to_target"] is False}
     for title, block in by_block(rows).items():
         differ, parts = [r for r in block if place(r) in wrong], []
         best = [r for r in drafting(block) if r["kind"] == "lossless" and r["recommended"] and r not in differ]
@@ -288,13 +278,12 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
     for title, rows in by_block(methods).items():
         fastest = [row for row in drafting(rows) if row["recommended"]]
         sure = [row for row in rows if row["recommended"] and not (disturbed or doubt(row))]
-        caption = "Relaxed methods are orange." if any(row["lossless"] is False for row in sure) else ""
-        figures = [(plots.speedup_bars(sure), caption)] if drafting(sure) else []
+        figures = [plots.speedup_bars(sure)] if drafting(sure) else []
         if positions := {
             row["name"]: row["acceptance_by_position"] for row in fastest[:5] if row["acceptance_by_position"]
         }:
-            figures.append((plots.acceptance_by_position(positions), ""))
+            figures.append(plots.acceptance_by_position(positions))
         text = bench["notes"].get(rows[0]["suite"], "")
-        yield Section(title, text, tables=[Table(keys_of(rows), rows), *by_category(rows)], figures=figures)
+        yield Section(title, text, tables=[Table(keys_of(rows), rows), by_category(rows)], figures=figures)
     where = {"machine": sentence(machine), "threads": machine["note"]}
     yield Section("Machine and settings", facts=where | bench["settings"], folded=True)

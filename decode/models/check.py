@@ -188,7 +188,8 @@ def _compare(model: PreTrainedModel, runner: Model, window: int) -> Gaps:
     fresh = model(input_ids=texts, use_cache=False).logits.float()
     if not torch.isfinite(fresh).all():
         raise UserError(
-            f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
+            f"{model.name_or_path or runner.name} gives logits that are not finite; check the weights, or "
+            "load it in float32"
         )
     cache, deviation, gaps = runner.new_cache(), fresh.std().clamp_min(1e-6), Gaps()
 

@@ -1,6 +1,7 @@
 """Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -35,29 +36,42 @@ class RollbackLayer(DynamicLayer):
     """transformers' growing layer over memory that is allocated in advance, so that appending copies nothing held.
 
     Sliding-window layers keep everything too: the mask hides what lies outside the window, so that any rollback stays
-    possible. `keys` and `values` are views ``[batch, heads, length, width]`` of the first positions of `memory`.
+    possible. `keys`, `values` and the keys by which an indexer chooses among them are views ``[..., length, width]`` of
+    the first positions of `memory`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory: list[Any] = [None, None]
+        self.memory: Any = UserDict()  # by name; `_states` are dictionaries
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return views of all that is held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
-        for i, states in enumerate((key_states, value_states)):
-            held = self.memory[i]
-            if held is None or held.shape[2] < end:
-                room = max(end, start + start // 4, LEAST)
-                self.memory[i] = states.new_empty(*states.shape[:2], room, states.shape[3])
-                if start:
-                    self.memory[i][:, :, :start] = held[:, :, :start]
-            self.memory[i][:, :, start:end] = states
-        self.keys, self.values = (memory[:, :, :end] for memory in self.memory)
-        return self.keys, self.values
+        return self._append("keys", key_states), self._append("values", value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """The same of an indexer's keys."""
+        return self._append("indexer_keys", indexer_key_states)
+
+    def _append(self, name: str, states: Tensor) -> Tensor:
+        memory = self.memory.get(name)
+        start = 0 if memory is None else getattr(self, name).shape[-2]
+        end = start + states.shape[-2]
+        if memory is None or memory.shape[-2] < end:
+            memory = states.new_empty(*states.shape[:-2], max(end, start + start // 4, LEAST), states.shape[-1])
+            if start:
+                memory[..., :start, :] = getattr(self, name)
+            self.memory[name] = memory
+        memory[..., start:end, :] = states
+        held: Tensor = memory[..., :end, :]
+        setattr(self, name, held)
+        return held
+
+    def keep(self, length: int) -> None:
+        """Hold the first positions, also of what an interrupted forward has read in part."""
+        for name in self.memory:
+            setattr(self, name, getattr(self, name)[..., :length, :])
 
 
 class HybridLayer(LinearAttentionLayer, RollbackLayer):
@@ -72,10 +86,6 @@ class HybridLayer(LinearAttentionLayer, RollbackLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Of keys and values, which come without names, or of states, which have some."""
         (RollbackLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Cut keys and values."""
-        RollbackLayer.crop(self, tokens_to_remove)
 
 
 class RollbackCache(TransformersCache, Cache):
@@ -146,17 +156,18 @@ class RollbackCache(TransformersCache, Cache):
 
     def _crop(self, length: int) -> None:
         for layer in self.layers:
-            if isinstance(layer, DynamicLayer) and layer.get_seq_length() > length:
+            if isinstance(layer, RollbackLayer):
+                layer.keep(length)
+            elif isinstance(layer, DynamicLayer) and layer.get_seq_length() > length:
                 layer.crop(length - layer.get_seq_length())
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
         index = torch.tensor(slots)
         for layer in self.layers:
-            if isinstance(layer, RollbackLayer) and layer.is_initialized:
-                index = index.to(layer.keys.device)  # layers may stand on several devices
-                for states in (layer.keys, layer.values):
-                    states[:, :, base : base + len(slots)] = states.index_select(2, index)
+            for states in layer.memory.values() if isinstance(layer, RollbackLayer) else ():
+                index = index.to(states.device)  # layers may stand on several devices
+                states[..., base : base + len(slots), :] = states.index_select(-2, index)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions held in a layer; in one without keys, those that were read."""
@@ -181,7 +192,7 @@ def _copied(states: States) -> States:
 def _rolling(layer: Any) -> Any:
     """The layer that rolls back in place of one that transformers would make."""
     kind = type(layer).__name__
-    if kind in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+    if kind in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"):
         return RollbackLayer()
     if isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer):
         return HybridLayer(layer.number_of_states)
@@ -356,18 +367,16 @@ class HuggingFaceRunner(Model):
             depths = torch.arange(len(feed)) if tree is None else torch.tensor([0, *tree.depths()])
             extra["position_ids"] = (past + depths).to(self.device)[None]
         head_inputs = []
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+        reading = self.model.get_output_embeddings().register_forward_pre_hook(
             lambda module, inputs: head_inputs.append(inputs[0][0])
         )
         try:
-            with nullcontext() if tree is None else masks_of_tree(tree, past, self.device):
+            with reading, nullcontext() if tree is None else masks_of_tree(tree, past, self.device):
                 out = self.model(input_ids=feed[None], **extra)
         except BaseException:
             if self.recurrent:  # some layers have read the tokens, some have not
                 cache.rewind(cache.length)
             raise
-        finally:
-            hook.remove()
         cache.end(tokens)
         if last is not None and len(feed) > AGAIN:  # a prompt, not a draft that may be rejected
             cache.save()

@@ -3,6 +3,7 @@
 Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
 """
 
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -302,23 +303,27 @@ def open_draft(
 
 
 def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuse a draft whose token ids mean other strings than the target's.
+    """Refuse a draft whose token ids mean other strings than the target's, and warn of tokens that were renamed.
 
-    Padded vocabularies of one family pass: only ids that both tokenizers name are compared.
+    Padded vocabularies of one family pass: only ids that both tokenizers name are compared. So do those that name an
+    added token otherwise, as a fine-tuned model does with a reserved one.
 
     Raises:
         UserError: with the first id that differs.
     """
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, draft))
-    other = [f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
-    if min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
-        other.append(f"they know {len(ours)} and {len(theirs)} tokens")
-    if other:
+    added = added_ids(target) & added_ids(draft)
+    other = sorted((i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]), key=added.__contains__)
+    differ = [f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in other]  # plain tokens first
+    if not added.issuperset(other) or min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
+        differ.append(f"they know {len(ours)} and {len(theirs)} tokens")
         raise UserError(
-            f"the draft's tokenizer is not the target's: {other[0]}; use a draft of the same model family, or train "
+            f"the draft's tokenizer is not the target's: {differ[0]}; use a draft of the same model family, or train "
             "one with draftsmith distill; transformers' own assisted generation takes a draft of another tokenizer "
             "(generate with assistant_model and assistant_tokenizer)"
         )
+    if differ:
+        warnings.warn(f"the draft's tokenizer names added tokens otherwise: {'; '.join(differ)}", stacklevel=2)
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------

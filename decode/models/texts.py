@@ -100,11 +100,8 @@ def _states(
         read.append(given[0])
         return given[0][:, -1:]
 
-    hook = head.register_forward_pre_hook(last_only)
-    try:
+    with head.register_forward_pre_hook(last_only):
         out = model(**inputs, output_hidden_states=states_of(layers))
-    finally:
-        hook.remove()
     to_logits, (hidden,) = (lambda rows: finished(head(rows), *finish_of(model))), read
     if not torch.allclose(to_logits(hidden[:, -1:]), out.logits[:, -1:], rtol=1e-3, atol=1e-3):
         hidden, to_logits = model(**inputs).logits, lambda rows: rows  # more follows this model's head

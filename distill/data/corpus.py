@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.errors import UserError
-from decode.files import read_json, replaced, write_json
-from decode.incoming import LeftOut, UnusableRow, sentences
+from decode.files import read_json, replaced, write_json, write_text
+from decode.incoming import LeftOut, UnusableRow
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
 from decode.models.tokens import PROMPT_END, TRAINED, check_template
@@ -177,7 +177,7 @@ def _make(
         else:
             tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
-        rows.notes += sentences(split, left_out)
+        rows.tell(split, left_out)
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
         if len(lost) > max(1, len(made)) or not len(made):
             raise UserError(
@@ -195,6 +195,7 @@ def _make(
         shutil.rmtree(folder / scratch, ignore_errors=True)
     if files is not None and (unnamed := unnamed_ends(files, tokenizer)):
         rows.notes.append(unnamed)
+    write_text(folder / "dropped.jsonl", "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows.dropped))
     about = {"answered": not settings.from_target, "chat": chat, "highest": highest, "notes": rows.notes}
     write_json(folder / "about.json", about | {"fingerprint": digest.hexdigest()})
 

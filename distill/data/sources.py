@@ -68,11 +68,19 @@ Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 
 @dataclass
 class SourceRows:
-    """Rows of each split in one shape (columns `PLAIN`), and sentences about what was left out."""
+    """Rows of each split in one shape (columns `PLAIN`), sentences about what was left out, and every dropped row."""
 
     kind: str
     splits: dict[str, Dataset]
     notes: list[str] = field(default_factory=list)
+    dropped: list[Row] = field(default_factory=list)
+
+    def tell(self, split: str, left_out: LeftOut) -> None:
+        """Note rows of a split that are not used as they are."""
+        self.notes += sentences(split, left_out)
+        for reason, row, detail in left_out:
+            if reason.endswith(" dropped"):
+                self.dropped.append({"split": split, "row": row, "reason": reason, "detail": detail})
 
 
 def plain_rows(rows: Sequence[Row]) -> Dataset:
@@ -100,7 +108,7 @@ def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
         read = usable(chain(first if split == "train" else (), raw.pop(split, ())), left_out, shape)
         plain = (empty | row | {"number": number} for number, row in read)
         rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, plain)
-        rows.notes += sentences(split, left_out)
+        rows.tell(split, left_out)
     _divide(rows)
     return rows
 
@@ -122,9 +130,9 @@ def _divide(rows: SourceRows) -> None:
         keys = np.frombuffer(b"".join(digests), np.uint64)
         new = ~np.isin(keys, later)
         later = np.concatenate([later, keys])
-        if lost := int((~new).sum()):
-            what = "their prompts" if kind == "pairs" else "they"
-            rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
+        if not new.all():
+            lost = kept[split].select(np.flatnonzero(~new))["number"]
+            rows.tell(split, [("in a later split too dropped", row, "") for row in lost])
             kept[split] = kept[split].select(np.flatnonzero(new))
 
 

@@ -24,7 +24,7 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_kind, unserved
 from decode.models.open import check_tokenizers, files_of, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
-from distill.export.card import describe, write_card
+from distill.export.card import Facts, describe, write_card
 from distill.kinds.kind import Kind
 from distill.kinds.language_model import LANGUAGE_MODEL
 
@@ -40,7 +40,7 @@ def export_draft(
     *,
     trust_remote_code: bool = False,
     trust_draft_code: bool = False,
-    name: str = "",
+    about: Facts | None = None,
     keep: Callable[[Path], object] | None = None,
     length: int | None = None,
 ) -> Path:
@@ -54,7 +54,7 @@ def export_draft(
         settings: Number format.
         trust_remote_code: Run model code that comes with the folders.
         trust_draft_code: Run only the draft's.
-        name: The draft's name in the run.
+        about: What the card says of the training; None: nothing.
         keep: Renames an earlier export; None: it is removed.
         length: Drafted tokens per round that a draft with mask tokens was trained for. None: any number.
 
@@ -103,8 +103,8 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         tokenizer.save_pretrained(partial)
         facts = describe(model, target, str(target_dir), str(out_dir), settings.gguf)
-        facts |= {"name": name, "trained_vocabulary": trained_vocabulary, "notes": [note] if note else []}
-        write_card(partial, facts | {"trained_length": length}, drafted)
+        facts |= {"trained_vocabulary": trained_vocabulary, "notes": [note] if note else []}
+        write_card(partial, facts | (about or {}) | {"trained_length": length}, drafted)
         del model, config
         _check_reload(partial, probe, source, trust_draft_code)
     return out_dir

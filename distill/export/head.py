@@ -24,7 +24,7 @@ from decode.models.heads.files import HEAD, load_head, save_head
 from decode.models.open import load_tokenizer
 from decode.models.sources import INDEX, weight_files
 from distill.config import ExportSettings
-from distill.export.card import describe, write_card
+from distill.export.card import Facts, describe, write_card
 from distill.export.draft import check_export_path, check_gguf
 from distill.kinds.kind import of_model
 from distill.networks.models import hollow_target
@@ -43,7 +43,7 @@ def export_head(
     *,
     length: int,
     trust_remote_code: bool = False,
-    name: str = "",
+    about: Facts | None = None,
     keep: Callable[[Path], object] | None = None,
 ) -> Path:
     """Exports a head; an earlier export in its place is replaced once the new one is complete.
@@ -58,7 +58,7 @@ def export_head(
         settings: Number format, and that of the GGUF files.
         length: Drafted tokens per round that were trained: so many are drafted until the best number is measured.
         trust_remote_code: Run model code that comes with the target.
-        name: The head's name in the run.
+        about: What the card says of the training; None: nothing.
         keep: Renames an earlier export; None: it is removed.
 
     Returns:
@@ -78,7 +78,7 @@ def export_head(
     with replaced(out_dir, keep) as partial:
         write_head(head, partial, tokenizer, length, dtype, target)
         facts = describe(head, target.config, str(target_dir), str(out_dir), settings.gguf)
-        write_card(partial, facts | {"name": name, "trained_length": length}, length)
+        write_card(partial, facts | (about or {}) | {"trained_length": length}, length)
         again = load_head(partial, target)
         state = again.state_dict()
         other = [key for key, value in head.state_dict().items() if not value.to(target.dtype).equal(state[key])]

@@ -211,7 +211,7 @@ class Divergence:
     @property
     def key(self) -> str:
         """The name, and the text of a function of the user's: what is trained with it depends on both."""
-        return self.name + inspect.getsource(self.loss) if "." in self.name else self.name
+        return self.name + (inspect.getsource(self.loss) if "." in self.name else "")
 
 
 def log_probs(logits: Tensor) -> Tensor:

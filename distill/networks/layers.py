@@ -1,7 +1,7 @@
 """The layers and the final norm of a model of any architecture."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,14 +49,10 @@ def entering(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int
         states[layer] = given[0] if given else named["hidden_states"]
 
     modules = {layer: stack[layer] if layer < len(stack) else final_norm(model) for layer in layers}
-    hooks = [
-        module.register_forward_pre_hook(partial(keep, layer), with_kwargs=True) for layer, module in modules.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(keep, layer), with_kwargs=True))
         yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
@@ -84,12 +80,9 @@ def check_structure(model: PreTrainedModel) -> None:
     was_training = model.training
     model.eval()
     kept: list[torch.Tensor] = []
-    hook = decoder_layers(model)[-1].register_forward_hook(lambda module, args, output: kept.append(state_of(output)))
-    try:
+    with decoder_layers(model)[-1].register_forward_hook(lambda module, args, output: kept.append(state_of(output))):
         expected = model.base_model(input_ids=probe_ids(model), use_cache=False).last_hidden_state.float()
-    finally:
-        hook.remove()
-        model.train(was_training)
+    model.train(was_training)
     seen = final_norm(model)(kept[0]).float()
     limit = (1e-4 if model.dtype == torch.float32 else 5e-2) * expected.abs().max().clamp_min(1e-6)
     if seen.shape != expected.shape or not (seen - expected).abs().max() < limit:

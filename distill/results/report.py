@@ -32,7 +32,10 @@ of the texts (training.examples of a draft), with as many epochs."
 LEGEND = "Δα: difference from the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant, \
 p times the number of drafts compared (Bonferroni). Where the interval beside `vs exported` holds 1, the difference in \
 speed is not significant, whatever the order of the speedups, which are medians over other pairs."
-SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
+SAME: dict[Any, str] = {
+    True: " Its texts are the target's, token by token.",
+    False: " Its texts differ from the target's.",
+}
 
 
 def write_report(run_dir: str | Path, report: Row) -> Row:
@@ -50,19 +53,18 @@ def write_report(run_dir: str | Path, report: Row) -> Row:
     content = json.dumps(plain(dict(report)), indent=2, ensure_ascii=False, allow_nan=False, default=str)
     report = json.loads(content)
     write_text(folder / "report.json", content + "\n")
-    text, cards, same = opening(report)
-    first = Section(text=same, cards=cards)
+    text, cards = opening(report)
     title = f"{report['name']}: draft model report"
-    write_page(folder / "report.html", title, text, [first, *sections(report, folder)])
+    write_page(folder / "report.html", title, text, [Section(cards=cards), *sections(report, folder)])
     return report
 
 
 def console_tables(report: Row) -> Group:
     """Returns what the terminal shows at the end of a run."""
-    text, cards, same = opening(report)
+    text, cards = opening(report)
     lines = [f"{value} {label}" for value, label in cards[1:]]
     table = console_table("Drafts", DRAFTS, draft_rows(report))
-    return Group(table, LEGEND, f"\n{text}", *lines, same, doubts(draft_rows(report)))
+    return Group(table, LEGEND, f"\n{text}", *lines, doubts(draft_rows(report)))
 
 
 def exported(report: Row) -> str:
@@ -85,22 +87,22 @@ def draft_rows(report: Row) -> list[Row]:
     return rows
 
 
-def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
-    """Returns what the run did, how fast the exported draft is, as `Section.cards`, and whether its texts differ."""
+def opening(report: Row) -> tuple[str, list[tuple[str, str]]]:
+    """Returns what the run did and whether the draft's texts differ, and how fast it is, as `Section.cards`."""
     name = exported(report)
     size = f"{report['target']['parameters']:,}"
     text = f"This run trained drafts for a target of {size} parameters and exported `{name}`."
     if not (row := card.recommended_row(report, name)):
-        return f"{text} Decoding with it was not measured.", [], ""
-    where = [mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
-    text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}."
+        return f"{text} Decoding with it was not measured.", []
+    where = mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round", conditions(row)
+    text += f" Measured: {', '.join(filter(None, where))}."
     cards = [(name, "exported draft"), (cell(row, "accepted_length"), "tokens per target forward (accepted length)")]
     if doubt(row):
         text += " Its speedup is not reliable."
     else:
         cards.append((cell(row, "speedup"), "times as fast as the same decoder without a draft"))
         cards.append((cell(row, "speedup_vs_generate"), "times as fast as `model.generate`"))
-    return text, cards, SAME.get(row.get("identical_to_target"), "")
+    return text + SAME.get(row.get("identical_to_target"), ""), cards
 
 
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
@@ -119,7 +121,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         tables += [Table(ACCEPTANCE, positions, title, True)] if positions else []
     curves = {draft["name"]: draft["curve"] for draft in drafts if draft.get("curve")}
     axes = "Learning curves", "optimiser step", "α = mean Σ min(p, q), validation"
-    yield Section("Training", text, tables=tables, figures=[(plots.lines(curves, *axes), "")] if curves else [])
+    yield Section("Training", text, tables=tables, figures=[plots.lines(curves, *axes)] if curves else [])
     reproduce = {"settings": report["commands"], "costs": {}, "notes": {}}
     yield from decoding.sections(report["decoding"], report["machine"], reproduce)
     if report.get("exported"):

@@ -207,8 +207,8 @@ def fit(
             trainer.fit(module, datamodule=data, ckpt_path=last)
             if not module.history or module.history[-1]["step"] != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
-        except SystemExit as ended:  # Lightning's way of ending after Ctrl-C
-            raise KeyboardInterrupt from ended
+        except SystemExit as ended:  # Lightning's way of ending after a KeyboardInterrupt
+            raise KeyboardInterrupt(*getattr(ended.__context__, "args", [signal.SIGTERM])) from ended
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise

@@ -24,7 +24,6 @@ REFUSED = {
     *("BERT", "RecurrentGemma"),
     *("Mamba", "FalconMamba", "Jamba", "Zamba"),  # transformers' scan of several tokens begins without a state
     *("RWKV", "xLSTM", "MiniMax"),  # they take no cache but their own
-    "DeepSeek-V3.2",  # its indexer keeps keys of its own
     *(
         "Zamba 2, clamped time steps",
         "Nemotron-H, clamped time steps",

@@ -51,6 +51,8 @@ _NEMOTRON = _LLAMA | {"layers_block_type": ["linear_attention", "moe", "full_att
 _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _SHARED_EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_INDEXED = _LLAMA | _LATENT | _SHARED_EXPERTS | {"q_lora_rank": 16, "index_topk": 4, "index_head_dim": 16,
+    "index_n_heads": 16}
 # fmt: on
 
 
@@ -169,8 +171,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "index_head_dim": 8, "index_topk": 2, "compress_rates": {"compressed_sparse_attention": 2,
         "heavily_compressed_attention": 4}, "max_position_embeddings": CONTEXT, "hc_mult": 2,
         "hc_sinkhorn_iters": 4}),
-    "DeepSeek-V3.2": ("deepseek_v32", _LLAMA | _LATENT | _SHARED_EXPERTS | {"q_lora_rank": 16, "index_topk": 4,
-        "index_head_dim": 16, "index_n_heads": 16}),
+    "DeepSeek-V3.2": ("deepseek_v32", _INDEXED),
+    "GLM-MoE-DSA": ("glm_moe_dsa", _INDEXED | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}),
+    "HY-V4": ("hy_v4", _INDEXED | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "hc_mult": 2}),
+    "A.X-K2": ("axk2", _INDEXED | {"gated_norm_rank": 4}),
+    "dots3-note": ("dots3_note_text", _INDEXED | {"sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "indexed_attention"]}),
     "Gemma 3n": ("gemma3n_text", _LLAMA | {"num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "sliding_window": WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2,

@@ -174,7 +174,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, text: str, overrides: tup
     ("asked", "texts"),
     [
         ("--help", ["--depth-of-layers DEPTH", "--inner.rate RATE", "Layers; null chooses", "examples:\n  prog"]),
-        ("--third.help", ["--third.rate RATE", "Larger is faster"]),
+        ("--help", ["Explain one section: inner,", "\n\nnamed: ", "--named.NAME.rate RATE"]),
+        ("--third.help", ["third: ", "--third.rate RATE", "Larger is faster"]),
     ],
 )
 def test_help_explains_every_key_beside_wrong_arguments_too(capsys, asked: str, texts: list[str]) -> None:
@@ -253,7 +254,7 @@ def work():
 sys.exit(run_main(work))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "stopped; a training continues if the same command is run again\n")
+    assert (done.returncode, done.stderr) == (143, "stopped; a training continues if the same command is run again\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -50,6 +50,7 @@ def test_help_lists_options_with_hyphens_and_examples(name, capsys):
     assert shown.startswith(f"usage: draftsmith decode {name} [options]")
     assert "examples:\n  " in shown
     assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
+    assert name != "generate" or shown.index("--prompt PROMPT") < shown.index("--dtype")  # its own options first
 
 
 def test_methods_lists_every_stop_rule_and_acceptance_rule(capsys):

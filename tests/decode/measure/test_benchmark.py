@@ -315,11 +315,11 @@ def test_benches_are_dated_and_kept_and_the_page_needs_nothing_from_outside(benc
 def test_categories_of_few_prompts_are_marked_where_they_stand_and_not_at_the_head_of_the_page(bench, tmp_path) -> None:
     few = {"categories": [{"category": "math", "speedup": 1.5, "prompts": 4}], "recommended": True}
     rows = [row | SURE | few for row in bench.rows if row["speedup"]]
-    (table,) = by_category(rows)
+    table = by_category(rows)
     assert "fewer than 6 prompts were timed" in table.note
     write_page(tmp_path / "page.html", "t", "", [Section("s", tables=[Table(("name", "speedup"), rows), table])])
     assert (tmp_path / "page.html").read_text().count("fewer than 6 prompts were timed") == 1
-    (table,) = by_category([row | {"prompts": 1} for row in rows])
+    table = by_category([row | {"prompts": 1} for row in rows])
     assert not table.note  # the head of the page says it
 
 
@@ -348,12 +348,12 @@ def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(
     assert answers(slow)[0].endswith(": no lossless method is faster than no draft")
     assert "fastest lossless method" in answers(fast)[0]
     shown = sections(fast, MACHINE, BENCH)
-    assert ">vanilla<" in next(iter(shown)).figures[0][0]
+    assert ">vanilla<" in next(iter(shown)).figures[0]
     for row in fast:
         row["recommended"] = row["name"] != "vanilla"
-    assert ">vanilla<" not in next(iter(sections(fast, MACHINE, BENCH))).figures[0][0]
+    assert ">vanilla<" not in next(iter(sections(fast, MACHINE, BENCH))).figures[0]
     busy = [row | {"cpu_share": 0.5} for row in fast]
-    assert "Speedup" not in "".join(svg for svg, _ in next(iter(sections(busy, MACHINE, BENCH))).figures)
+    assert "Speedup" not in "".join(next(iter(sections(busy, MACHINE, BENCH))).figures)
     assert answers(busy) == ["toy, greedy, 6 prompts: no speedup is reliable"]
 
 

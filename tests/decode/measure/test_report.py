@@ -56,7 +56,7 @@ def page(folder: Path, word: str = "word") -> str:
     section = p.Section(
         word, word, {word: word, "absent": None},
         [p.Table(keys, rows, word, note=word), p.Table(keys, rows, word, folded=True)],
-        [(svg, word) for svg, _ in PLOTS.values()],
+        [svg for svg, _ in PLOTS.values()],
         {word: word}, [(word, word)],
     )  # fmt: skip
     p.write_page(folder / "page.html", word, word, [section, p.Section(word, word, folded=True)])

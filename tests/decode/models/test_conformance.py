@@ -118,7 +118,7 @@ def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: st
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["DeepSeek-V4", "Falcon-H1", "Gemma 4", "Bamba"])
+@pytest.mark.parametrize("name", ["DeepSeek-V4", "DeepSeek-V3.2", "HY-V4", "Falcon-H1", "Gemma 4", "Bamba"])
 def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None:
     """Some layers have read the tokens then, one has read them in part, some have not."""
     model, ids = model_of(name), torch.tensor([(7 * i + i // 5) % VOCAB for i in range(24)])

@@ -16,7 +16,9 @@ from tokenizers_of_kinds import byte_level
 
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.measure.baselines import generate as generate_baseline
 from decode.measure.benchmark import plan
 from decode.measure.session import BenchOptions
 from decode.models.open import (
@@ -115,6 +117,22 @@ def test_bench_compares_with_the_models_own_generate(tiny: Any) -> None:
         entries = plan(["vanilla"], {"d": draft}, [0.0])
         bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite(2)], entries, options)
         assert all(row["identical_to_target"] is True for row in bench.rows)
+
+
+def test_a_baseline_reads_each_token_once_whatever_a_models_own_configuration_says(tiny: Any) -> None:
+    target, read = make_pair(tiny)[0], list[int]()
+    own = {"use_cache": False, "num_beams": 2, "typical_p": 0.4, "return_dict_in_generate": True, "max_time": 0.0}
+    own |= {"stop_strings": ["a"], "min_new_tokens": 24, "num_return_sequences": 2, "output_hidden_states": True}
+    wanted = generate(target, [5, 9, 3], 24)
+    target.generation_config.update(**own, cache_implementation="static", no_repeat_ngram_size=2)
+    plain = generate_baseline("generate", target, None, LogitsWarper(), [[5, 9, 3]], max_new_tokens=24, seed=0)[0]
+    assert plain != [wanted[3:]]  # which is followed in decoding too
+    target.generation_config.no_repeat_ngram_size = None
+    target.register_forward_pre_hook(lambda _, args, named: read.append(named["input_ids"].numel()), with_kwargs=True)
+    texts, _, forwards = generate_baseline(
+        "generate", target, None, LogitsWarper(), [[5, 9, 3]], max_new_tokens=24, seed=0
+    )
+    assert (texts, sum(read), forwards) == ([wanted[3:]], 3 + 23, 24)
 
 
 def test_what_is_given_goes_before_the_models_own(tiny: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import time
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import make_head
 from huggingface_hub import constants, get_session
 from pairs import make_tokenizer, save_pair
 from peft import LoraConfig, get_peft_model
@@ -25,7 +27,17 @@ from decode.engines.check import weight_fingerprints
 from decode.errors import UserError
 from decode.models import open as opening
 from decode.models import sources
-from decode.models.open import choose_device, choose_dtype, load_config, load_model, load_tokenizer, open_draft
+from decode.models.heads.files import load_head, save_head
+from decode.models.open import (
+    check_tokenizers,
+    choose_device,
+    choose_dtype,
+    load,
+    load_config,
+    load_model,
+    load_tokenizer,
+    open_draft,
+)
 from decode.models.sources import tensors_in
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -171,6 +183,21 @@ def test_a_shard_that_is_not_whole_is_named(content: int | bytes | None, tmp_pat
             read(tmp_path)
 
 
+def test_a_heads_files_are_read_by_the_same_rules(tmp_path: Path, tiny: Any) -> None:
+    target, file = tiny("llama"), tmp_path / "model.safetensors"
+    save_head(make_head(target, 3), tmp_path)
+    tensors = load_file(file)
+    save_file(tensors | {"fc.weight": tensors["fc.weight"].to(FP8)}, file)
+    with pytest.raises(UserError, match=r"F8_E4M3 fc\.weight: a format that takes a scale"):
+        load_head(tmp_path, target)
+    save_file(tensors, tmp_path / "old.safetensors")  # of which nothing says that it belongs to the head
+    save_file(tensors | {"fc.weight": tensors["fc.weight"] + 1}, file)
+    assert load_head(tmp_path, target).state_dict()["fc.weight"].equal(tensors["fc.weight"] + 1)
+    (tmp_path / sources.INDEX).write_text(json.dumps({"weight_map": {"fc.weight": "old.safetensors"}}))
+    with pytest.raises(UserError, match=r"holds model\.safetensors and old\.safetensors"):
+        load_head(tmp_path, target)
+
+
 def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off(monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -179,11 +206,11 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
     session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
     monkeypatch.setattr(sources, "get_session", lambda: session)
     began = time.monotonic()
-    for load in (partial(load_model, **CPU), load_tokenizer, load_config):
+    for reads in (partial(load_model, **CPU), load_tokenizer, load_config):
         with pytest.raises(
             UserError, match=r"^cannot load the \w+ 'some/name@v1': .*; it is no folder .* does not answer: "
         ):
-            load("some/name@v1")
+            reads("some/name@v1")
     assert time.monotonic() - began < 10  # huggingface_hub alone takes 23 s for each
     assert len(asked) == 1
     assert constants.HF_HUB_OFFLINE is False
@@ -238,6 +265,23 @@ def test_a_drafts_tokenizer_that_cannot_be_read_is_an_error_and_not_left_uncheck
     (folder / "draft" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         open_draft(folder / "draft", target, make_tokenizer())
+
+
+def test_renamed_added_tokens_open_with_a_line_and_plain_ones_are_refused() -> None:
+    """As a fine-tuned model renames a reserved token."""
+    target, draft = (byte_level(special=("<pad>", name, "</end>")) for name in ("<tool_call>", "<|reserved_0|>"))
+    with pytest.warns(UserWarning, match=r"names added tokens otherwise: id 1 is '<tool_call>' and '<\|reserved_0\|>'"):
+        check_tokenizers(target, draft)
+    with pytest.raises(UserError, match="is not the target's: id 1 is '<tool_call>' and '!'"):
+        check_tokenizers(target, byte_level(special=("</end>",)))
+
+
+def test_a_draft_of_weights_that_are_not_numbers_is_named(folder: Path) -> None:
+    model = load_model(folder / "draft", **CPU)
+    torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
+    model.save_pretrained(folder / "draft")
+    with pytest.raises(UserError, match=f"{folder}/draft gives logits that are not finite"):
+        _ = load(folder / "target", folder / "draft", device="cpu").draft_runner
 
 
 def test_a_draft_of_another_tokenizer_is_refused_with_who_takes_it(folder: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(
         assert prompt + got == generate(tiny(family), prompt, 12)
 
 
-@pytest.mark.parametrize("name", ["Mamba-2", "BART decoder", "DeepSeek-V4"])
+@pytest.mark.parametrize("name", ["Mamba-2", "BART decoder", "DeepSeek-V4", "DeepSeek-V3.2"])
 def test_a_model_that_padding_or_another_cache_would_change_writes_its_texts(name: str) -> None:
     model = build_architecture(name)
     for prompt, got in zip(PROMPTS, written(model, GREEDY), strict=True):

@@ -89,6 +89,21 @@ def test_several_processes_tokenise_as_a_single_one(tmp_path, monkeypatch) -> No
     assert any("longer than data.max_length (70 tokens) dropped" in note for note in alone.notes)
 
 
+def test_every_row_of_a_file_is_an_example_or_listed_as_dropped_with_its_reason(tmp_path) -> None:
+    """Rows are left out as they are read, for being in a later split too, and as they are tokenised."""
+    bad = [{"question": "A row without an answer"}, {"question": "\ud800", "answer": "A lone surrogate"}, ROWS[1]]
+    settings = replace(written(tmp_path), files={"test": str(tmp_path / "test.jsonl")}, max_length=70)
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*bad, *ROWS[4:6]]))
+    made = load_corpus(settings, seed=0, folder=tmp_path / "corpus", tokenizer=LETTERS)
+    dropped = [json.loads(line) for line in (tmp_path / "corpus/dropped.jsonl").read_text().splitlines()]
+    tests = [row for row in dropped if row["split"] == "test"]
+    assert len(made.test) + len(tests) == len(bad) + 2
+    assert len(made.train) + len(made.validation) + len(dropped) - len(tests) == len(ROWS)
+    assert [row["row"] for row in dropped if "later split" in row["reason"]] == [2, 5, 6]
+    assert {"split": "test", "row": 2, "reason": "with a lone surrogate dropped", "detail": ""} in dropped
+    assert any(row["reason"].startswith("longer than data.max_length") for row in dropped)
+
+
 def test_a_trained_tokenizer_changes_no_text_and_has_a_token_for_every_digit() -> None:
     tokenizer = train_tokenizer(TEXTS, 600)
     for text in (STRANGE, "", " ", "\n", *TEXTS[:5]):

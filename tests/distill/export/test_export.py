@@ -6,22 +6,27 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from families import build_tiny
 from pairs import make_tokenizer
 from run_report import FULL, changed, decoding
 from safetensors.torch import load_file, save_file
+from tiny_run import tiny_settings
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from distill.config import ExportSettings
+from distill.config.models import TargetSettings
 from distill.export import draft as export
 from distill.export.card import add_measurements, export_profile, exported_facts
 from distill.export.draft import DRAFTED, export_draft, fit_context, fit_vocabulary
+from distill.pipeline import training_facts
 
 
 def make(folder: Path, family: str = "llama", vocabulary: int = 288, **more) -> Path:
@@ -31,7 +36,7 @@ def make(folder: Path, family: str = "llama", vocabulary: int = 288, **more) -> 
 
 
 def run_export(draft: Path, target: Path, name: str = "draft") -> Path:
-    return export_draft(draft, target, target.parent / name, ExportSettings(), name="adaspec")
+    return export_draft(draft, target, target.parent / name, ExportSettings(), about={"name": "adaspec"})
 
 
 USER_SCRIPT = """
@@ -169,6 +174,21 @@ def test_a_report_becomes_the_profile_of_its_recommended_greedy_row() -> None:
     assert "best_draft_length" not in export_profile(FULL, "undistilled")
     sampled = [decoding("adaspec", temperature, 4, 1.5, same=None) for temperature in (0.7, 1.0)]
     assert export_profile({"drafts": [], "decoding": sampled}, "adaspec")["conditions"]["temperature"] == 0.7
+
+
+def test_the_card_names_a_target_of_the_hub_the_recipe_and_the_dropped_rows_but_no_text_of_them(tmp_path) -> None:
+    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model="someone/Model-1B@main"))
+    notes = ["train: 2 rows without a prompt dropped (row 3: a secret)", "columns that are not read: 'topic'"]
+    run: Any = SimpleNamespace(settings=settings, examples=range(7), as_it_is=True, corpus=SimpleNamespace(notes=notes))
+    facts = training_facts(run, "distillspec")
+    models = make(tmp_path / "trained"), make(tmp_path / "target")
+    folder = export_draft(*models, tmp_path / "draft", ExportSettings(), about=facts)
+    card, profile = ((folder / name).read_text() for name in ("README.md", "speculation_profile.json"))
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "someone/Model-1B"
+    for text in ("# Draft model for someone/Model-1B\n", "vllm serve someone/Model-1B", ": texts 7, max_length 256"):
+        assert text in card
+    assert "- train: 2 rows without a prompt dropped\n" in card
+    assert "secret" not in card + profile
 
 
 def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_after(tmp_path) -> None:

@@ -49,14 +49,16 @@ def two_gpus(monkeypatch) -> None:
 def test_the_first_command_starts_a_process_for_every_gpu_of_one_machine_where_no_launcher_did(
     two_gpus,
     monkeypatch,
+    tmp_path,
     arguments: list[str],
     variables: dict[str, str],
     processes: int,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     execute, here = Mock(side_effect=SystemExit), Mock()
     monkeypatch.setattr(os, "execv", execute)
     monkeypatch.setattr("distill.pipeline.run_pipeline", here)
-    for name, value in ({"OMP_NUM_THREADS": "1"} | variables).items():
+    for name, value in ({"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": ""} | variables).items():
         monkeypatch.setenv(name, value)
     command = ["--config", "configs/quickstart.yaml", *arguments]
     with pytest.raises(SystemExit) if processes > 1 else nullcontext():
@@ -64,6 +66,7 @@ def test_the_first_command_starts_a_process_for_every_gpu_of_one_machine_where_n
     launched = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "distill", *command]
     assert [call.args[1] for call in execute.mock_calls] == [launched] * (processes > 1)
     assert here.called == (processes == 1)
+    assert os.environ["PYTHONSAFEPATH"] == "1" * (processes > 1)  # no file of the working directory stands for a module
 
 
 def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus, tmp_path) -> None:

@@ -533,8 +533,9 @@ def test_sigterm_ends_after_the_step_and_the_training_goes_on_there(tiny, tmp_pa
     fitted(wanted, tmp_path / "undisturbed", accumulate=2)
     sent = iter([signal.SIGTERM])  # once: a second one ends the process
     stop = Seen(4, lambda _: [os.kill(os.getpid(), number) for number in sent])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as ended:
         fitted(next_tokens(tiny), tmp_path / "stopped", stop, accumulate=2)
+    assert ended.value.args == (signal.SIGTERM,)
     assert (tmp_path / "stopped" / "work" / "last-step=5.ckpt").is_file()
     steps, module = [], next_tokens(tiny)
     fitted(module, tmp_path / "stopped", Seen(5, lambda module: steps.append(module.global_step)), accumulate=2)
