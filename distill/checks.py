@@ -1,7 +1,6 @@
 """What is refused before the first training because a rehearsal would not show it, or the run only hours later."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -9,6 +8,7 @@ from decode.errors import UserError
 from decode.models.open import load_model, stop_ids
 from distill import ranks
 from distill.config.base import refuse
+from distill.config.models import ModelSettings
 from distill.data.dataset import Examples
 from distill.engine.vllm import server_gpus
 from distill.fingerprints import stage_fingerprints
@@ -46,11 +46,21 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     """
     settings, student, source = run.settings, run.settings.student, run.settings.target.model
     for model in settings.language_models.values():
-        if model.model and Path(model.model).is_dir():  # by the headers of its files; the Hub checks what it gives
-            load_model(model.model, device="cpu", dtype="auto", trust_remote_code=model.trust_remote_code, wanted="$^")
+        if model.model and here(model.model):
+            check_files(model)
     if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
+
+
+def check_files(model: ModelSettings) -> None:
+    """Refuse a model by the headers of its files, if it is given.
+
+    Raises:
+        UserError: They cannot be read, or do not fit each other.
+    """
+    if model.model:
+        load_model(model.model, device="cpu", dtype="auto", trust_remote_code=model.trust_remote_code, wanted="$^")
 
 
 def _check_machine(run: Run) -> None:

@@ -11,21 +11,21 @@
 import copy
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.errors import UserError
 from decode.files import replaced, scratch_folder
 from decode.measure.suites import PRESETS, file_format, iter_rows
-from decode.models.open import load_tokenizer
-from decode.models.sources import language_config, located, pinned
+from decode.models.open import load_config, load_tokenizer
+from decode.models.sources import located, offline, weight_files
 from decode.progress import duration, output_console, working
 from distill import ranks
 from distill.checks import check_given, signal_sizes
@@ -108,7 +108,8 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     folder = Path(small.output_dir) / small.name
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
-    check_given(Run(settings, console), _here)
+    with offline():
+        check_given(Run(settings, console), partial(_here, weights=True))
     change(small, **copy.deepcopy(SMALL))
     small.student.draft.shrink(small.student)
     if settings.teacher.in_engine or settings.teacher.engine.urls:
@@ -168,26 +169,27 @@ def _shrink_data(small: Settings, console: Console) -> None:
     change(data, source="arithmetic", prompt_template=None, response_template=None)
 
 
-def _here(model: str) -> bool:
-    """Whether a model is on this machine. A path that leads nowhere counts, so that it is refused as in the run."""
+def _here(model: str, *, weights: bool = False) -> bool:
+    """Whether a model, with its ``weights``, is on this machine; so is a path to nowhere, which the run refuses."""
     if Path(model).exists() or model.startswith((".", "/", "~")):
         return True
-    name, at = pinned(model)
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json", **at), str)
-    except ValueError:  # a path
+        with offline():
+            folder = located(model)
+    except UserError:
         return False
+    files = weight_files(folder)
+    return not weights or (files != [] and all(map(Path.is_file, files)))
 
 
 def _family_of(model: str, console: Console) -> tuple[str, bool]:
     """The family of a model, and whether several query heads share a key head; Llama's where it is not here."""
     try:
-        folder, at = located(model)
-        config = AutoConfig.from_pretrained(folder, **at | {"local_files_only": True})
-    except (OSError, ValueError):
+        with offline():
+            layer = load_config(model).per_layer_config[0]
+    except UserError:
         console.print(f"  {model} is not on this machine; a tiny llama stands for it", highlight=False)
         return "llama", True
-    layer = language_config(config).per_layer_config[0]
     heads = int(layer.num_attention_heads)
     return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads)
 
