@@ -30,7 +30,7 @@ class BenchOptions:
     """How a benchmark is run."""
 
     max_new_tokens: int = 128  # budget of each text
-    repeats: int = 3  # runs of each method on each prompt
+    repeats: int = 1  # runs of each method on each prompt
     seed: int = 0  # of sampling
     # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
     chat: ChatSettings | None = None
