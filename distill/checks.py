@@ -33,7 +33,7 @@ def check_inputs(run: Run) -> None:
         UserError: With the key, the value seen, and what was expected.
     """
     check_given(run)
-    for check in (_check_machine, _check_batches, _check_models):
+    for check in (_check_machine, _check_models, _check_batches):
         check(run)
     run.logger = tried(run.logger, run.line)
 
@@ -118,11 +118,16 @@ def _check_batches(run: Run) -> None:
 
 
 def _check_models(run: Run) -> None:
-    """Refuse too long texts, a draft that is not smaller, and a head that does not fit."""
-    settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
-    vocab = len(corpus.tokenizer)
+    """Refuse a head that does not fit, too long texts and a draft that is not smaller: first what needs no text."""
+    settings, longest = run.settings, run.settings.data.max_length
+    vocab = len(run.tokenizer) if settings.target.model is None else 2  # which is the size of a new model alone
+    if settings.student.draft.head:
+        settings.student.draft.check_target(empty_model(settings.target, vocab))
+        _ = run.captured_layers
+    if settings.student.kind == "cut":
+        kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
     if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts.values())):
-        longest = max(int(Examples.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
+        longest = max(int(Examples.of(split).lengths.max()) for split in (run.corpus.train, run.corpus.validation))
     for name, model in settings.language_models.items():
         if model.kind == "cut":
             continue
@@ -134,11 +139,8 @@ def _check_models(run: Run) -> None:
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
-    if settings.student.draft.head:
-        settings.student.draft.check_target(empty_model(settings.target, vocab))
-    if settings.student.kind == "cut":
-        kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
-    elif not settings.student.draft.head:
+    if settings.student.kind != "cut" and not settings.student.draft.head:
+        vocab = len(run.tokenizer)
         target, student = (empty_model(model, vocab).num_parameters() for model in settings.language_models.values())
         if student >= target:
             raise UserError(

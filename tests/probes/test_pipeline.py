@@ -24,6 +24,12 @@ def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
     return ProbesSettings(**vars(tiny), probes=ProbeSettings(**COUNTS | {"max_new_tokens": 12} | probes))
 
 
+def test_exits_outside_the_target_are_refused_before_it_is_trained(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"probes\.layers has 3; the model has 3 layers, so exits are 1 to 2"):
+        run_probes(settings_in(tmp_path, layers=[3]), Console(quiet=True))
+    assert not (tmp_path / "tiny").exists()
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """A finished run and what it printed; another command's report was there before."""
