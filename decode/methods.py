@@ -241,6 +241,14 @@ DRAFTERS = {
     "lookahead": Kind(lambda i: LookaheadDrafter(), trees=True),
     "early-exit": Kind(lambda i: EarlyExitDrafter(i.target, i.warp, i.exit_layer), itself=True, **_priced),
 }
+USUAL = {
+    "": ("prompt-lookup", "suffix"),
+    "model": ("vanilla", "hybrid"),
+    "eagle": ("eagle", "hybrid-tree"),
+    "mtp": ("eagle", "hybrid"),
+    "block": ("block", "hybrid"),
+}
+"""Methods that a benchmark compares where none is named, by the kind of the draft."""
 BASELINES: dict[str, tuple[Kind, int | None]] = {
     "generate": (Kind(), None),
     "generate-assistant": (Kind(drafts=("model",)), 5),  # a fixed number of tokens, as vanilla

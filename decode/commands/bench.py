@@ -23,7 +23,7 @@ from decode.files import Fields, scratch_folder
 from decode.measure.benchmark import BenchEntry, Benchmark, plan
 from decode.measure.report import answers, console_tables, doubts, write_report
 from decode.measure.session import Session
-from decode.methods import BASELINES, METHODS, Parts, kind_of, refusal, with_options
+from decode.methods import METHODS, USUAL, Parts, kind_of, refusal, with_options
 from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
 from decode.options import split_spec
 from decode.progress import output_console, working
@@ -45,7 +45,7 @@ def draft_names(items: Sequence[str]) -> dict[str, str]:
 
 
 def chosen_methods(settings: BenchSettings, drafts: Sequence[Parts]) -> list[str]:
-    """The methods of the settings, by default all that target and drafts allow, and transformers' own.
+    """The methods of the settings, by default the usual ones of each draft, and those of a datastore and of probes.
 
     `drafts` are what there is with each draft, or without any.
 
@@ -59,13 +59,13 @@ def chosen_methods(settings: BenchSettings, drafts: Sequence[Parts]) -> list[str
         return "" if "" in reasons else reasons[0]
 
     required(settings, "target")
-    early = settings.exit_layer is not None or settings.probes is not None  # without, an exit layer is a guess
-    methods = list(settings.methods)
-    for spec in methods:
+    for spec in settings.methods:
         if why := refused(spec):
             raise UserError(why)
-    methods = methods or [m for m in METHODS if not refused(m) and (early or not kind_of(m).itself)]
-    return methods + [m for m in BASELINES if settings.baselines and m not in methods and not refused(m)]
+    early = settings.exit_layer is not None or settings.probes is not None  # without, an exit layer is a guess
+    usual = {method for parts in drafts for method in USUAL[parts.draft]}
+    usual |= {method for method in METHODS if kind_of(method).store or (early and kind_of(method).itself)}
+    return list(settings.methods) or [method for method in METHODS if method in usual and not refused(method)]
 
 
 def open_session(
@@ -97,7 +97,7 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
     Args:
         pair: from `decode.load`.
         methods: names that ``draftsmith decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
-            none: all that the pair allows, and transformers' own generation.
+            none: the usual ones of the draft's kind.
         suite: prompts, as ``--suite`` takes them; none: chat where the tokenizer has a chat template, else arithmetic.
         options: any other option of ``draftsmith decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
 
@@ -108,7 +108,7 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
         UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
     """
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
-    options, names = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
+    names = [f"{name}={pair.draft_name}" for name in drafts]
     settings = api_settings(BenchSettings, pair, options, draft=names, methods=methods, suite=suite)
     parts = parts_of(settings, None, corpus=bool(settings.corpus))
     chosen = chosen_methods(settings, [Parts.of_draft(pair.draft, parts.options, datastore=parts.datastore)])
@@ -139,10 +139,8 @@ def run(settings: BenchSettings) -> None:
     session, entries = open_session(settings, methods, pair, drafts, folder)
     lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, session.options.warp)]
     lines += [unnamed_ends(pair.target, pair.tokenizer), *session.how]
-    prompts = f"{sum(len(suite.prompts) for suite in suites)} prompts of {', '.join(suite.name for suite in suites)}"
-    count = f"{len(entries)} entries, {prompts}; results go to {folder}"
-    console.print(*filter(None, lines), count, sep="\n", soft_wrap=True)
-    benchmark = Benchmark(session)
+    console.print(*filter(None, lines), f"results go to {folder}", sep="\n", soft_wrap=True)
+    benchmark = Benchmark(session, lambda line: console.print(line, soft_wrap=True))
     try:
         with working(console, "reading prompts"):
             benchmark.run(suites, entries, batch_sizes=settings.batch_sizes)

@@ -183,14 +183,15 @@ def required(settings: Any, *names: str) -> None:
 class BenchSettings(SuiteSettings, PromptSettings, SamplingSettings, MethodSettings, LoadSettings):
     """Settings of draftsmith decode bench, and of the section bench of a configuration."""
 
+    name: str | None = None
+    """Name of the run whose target and export are measured; null: that of the configuration."""
     draft: list[str] = field(default_factory=list)
     """Draft models: folders, hub names or GGUF files, NAME=PATH to name them in the table. Several are compared."""
     methods: list[str] = field(default_factory=list)
-    """Methods to compare, among them transformers' generate, generate-assistant and generate-prompt-lookup; empty: all
-    that the given models and files allow. Options of one method follow its name, NAME:option=value:...: ears:beta=0.2,
-    vanilla:draft_length=5, and vanilla:rule=ears,vanilla:rule=fuzzy compares acceptance rules."""
-    baselines: bool = True
-    """Also run transformers' own generation: plain, with the draft as assistant, with prompt lookup."""
+    """Methods to compare, among them transformers' generate, generate-assistant and generate-prompt-lookup; empty: a
+    chain of the draft and one with copied phrases, and what --datastore, --probes and --exit-layer are for. Options of
+    one method follow its name, NAME:option=value:...: ears:beta=0.2, vanilla:draft_length=5, and
+    vanilla:rule=ears,vanilla:rule=fuzzy compares acceptance rules. Plain generate is always there."""
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
     batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
@@ -201,7 +202,7 @@ class BenchSettings(SuiteSettings, PromptSettings, SamplingSettings, MethodSetti
     """Prompts of each suite, a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
     """The methods are compared at each of these; 0 is greedy."""
-    repeats: PositiveInt = 3
+    repeats: PositiveInt = 1
     """Times each prompt is given to each method; medians are taken."""
     corpus: list[str] = field(default_factory=list)
     """Text or .jsonl files, or suites (their training split), from which the stores of rest and adaptix are built
@@ -238,17 +239,17 @@ def run_of(path: str) -> str | None:
 def bench_settings(argv: Sequence[str], description: str = "", examples: str = "") -> BenchSettings:
     """Settings of ``bench``: the section ``bench`` of a configuration, and what follows from its other sections.
 
-    A configuration names the run whose target and draft are measured, and where results go, unless the command line
-    names other models; its threads; and the data they were made for.
+    A configuration, or `name`, is that of the run whose target and draft are measured, and where results go, unless the
+    command line names other models; its threads; and the data they were made for.
 
     Raises:
         UserError: a file that is missing or not valid, or an unknown key.
     """
     settings = parse(BenchSettings, argv, "draftsmith decode bench", description, examples, section="bench")
-    if not (paths := config_paths(argv)):
+    if not (paths := config_paths(argv)) and settings.name is None:
         return settings
     content = read_config(paths)
-    run_folder = f"{content.get('output_dir', 'runs')}/{content.get('name', 'run')}"
+    run_folder = f"{content.get('output_dir', 'runs')}/{settings.name or content.get('name', 'run')}"
     run = next(filter(None, settings.runs), run_folder)
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))

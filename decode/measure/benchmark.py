@@ -14,7 +14,7 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, groupby, islice, product
@@ -325,14 +325,16 @@ def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name:
 class Benchmark:
     """Measures entries on suites.
 
+    `say` is told how many texts will be written, before the first.
+
     Attributes:
         rows: a row for each entry, suite, temperature and batch size, ready for JSON.
         records: the timed texts by suite, temperature, batch size and label.
         stopped: what an interrupt ended, whose rows then cover the prompts that all methods had finished.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session, self.stopped = session, ""
+    def __init__(self, session: Session, say: Callable[[str], None] = lambda _: None) -> None:
+        self.session, self.say, self.stopped = session, say, ""
         self.rows: list[Fields] = []
         self.records: dict[tuple[str, float, int, str], Record] = {}
 
@@ -355,13 +357,8 @@ class Benchmark:
         entries, session, sizes = list(entries), self.session, sorted(set(batch_sizes))
         for entry in entries:
             EntryRun(session, entry)
-        items = [(suite, session.items(suite)) for suite in suites]
+        items, blocks = [(suite, session.items(suite)) for suite in suites], []
         temperatures = dict.fromkeys(e.temperature for e in entries)
-        if priced := dict.fromkeys(e.draft for e in entries if e.weighs_costs and e.draft not in session.costs):
-            current().update(name="costs of rounds")
-            all_items, coldest = [item for _, prompts in items for item in prompts], min(temperatures)
-            session.measure_costs(all_items, priced, batch_sizes=sizes, temperature=coldest)
-        blocks = []
         for (suite, prompts), temperature, size in product(items, temperatures, sizes):
             groups = [[list(turns)] for _, turns in groupby(prompts, key=lambda item: id(item.prompt))]
             if size > 1:
@@ -372,8 +369,16 @@ class Benchmark:
             table += [BenchEntry(m, temperature=temperature) for m in first]
             table.sort(key=lambda e: (e.method not in (BASELINE, REFERENCE), e.method == REFERENCE))
             blocks.append((suite, size, table, groups))
+        repeats, budget = session.options.repeats, session.options.max_new_tokens
+        texts = repeats * sum(len(table) * sum(map(len, chain(*groups))) for *_, table, groups in blocks)
+        labels = ", ".join(dict.fromkeys(entry.label for _, _, table, _ in blocks for entry in table))
+        self.say(f"to write: {texts:,} texts of at most {budget} tokens, {texts * budget:,} in all, by {labels}")
+        if priced := dict.fromkeys(e.draft for e in entries if e.weighs_costs and e.draft not in session.costs):
+            current().update(name="costs of rounds")
+            all_items, coldest = [item for _, prompts in items for item in prompts], min(temperatures)
+            session.measure_costs(all_items, priced, batch_sizes=sizes, temperature=coldest)
         rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
-        current().update(done=0, total=session.options.repeats * rounds)
+        current().update(done=0, total=repeats * rounds)
         for suite, size, table, groups in blocks:
             runs = [EntryRun(session, entry, size) for entry in table]
             name = f"{suite.name} T={table[0].temperature:g}" + (f" batch {size}" if size > 1 else "")

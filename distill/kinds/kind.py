@@ -92,7 +92,9 @@ class Kind:
 
     def check_given(self, model: Any, student: Any) -> Differences:
         """The settings that a given head has to agree with: what they say, and what it has."""
-        return {"draft_vocab": (student.draft_vocab, model.config.draft_vocab_size if model.reduced else None)}
+        every = model.config.vocab_size
+        drafted = model.config.draft_vocab_size if model.reduced else every
+        return {"draft_vocab": (min(student.draft_vocab or every, every), drafted)}
 
     def grow(self, model: Any, student: Any, seed: int) -> tuple[Any, list[str]]:
         """A head of this kind that continues one of `grown`, and its new parts."""

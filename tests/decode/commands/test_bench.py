@@ -21,13 +21,13 @@ from decode.options import MethodOptions
 
 def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_names():
     options = MethodOptions()
-    alone = chosen_methods(BenchSettings(target="t"), [Parts(options)])
-    assert "autoregressive" in alone
-    assert not {"vanilla", "rest", "adaptix", "generate-assistant"} & set(alone)
+    assert chosen_methods(BenchSettings(target="t"), [Parts(options)]) == ["prompt-lookup", "suffix"]
+    assert chosen_methods(BenchSettings(target="t"), [Parts(options, "eagle")]) == ["eagle", "hybrid-tree"]
     both = chosen_methods(BenchSettings(target="t"), [Parts(options, "model", datastore=True), Parts(options, "block")])
-    assert {"vanilla", "rest", "adaptix", "generate-assistant", "block-tree"} <= set(both)
-    assert not {"eagle", "layerskip"} & set(both)  # no draft is a feature head, and an exit layer would be a guess
-    settings = BenchSettings(target="t", methods=["lookahead"], baselines=False)
+    assert both == ["vanilla", "block", "hybrid", "rest", "adaptix"]
+    early = chosen_methods(BenchSettings(target="t", exit_layer=2), [Parts(options)])
+    assert early == ["prompt-lookup", "suffix", "layerskip", "draft-verify", "adaspeed"]  # without, it would be a guess
+    settings = BenchSettings(target="t", methods=["lookahead"])
     assert chosen_methods(settings, [Parts(options)]) == ["lookahead"]
     for spec in ("generate:rule=ears", "autoregressive:rule=ears"):
         with pytest.raises(UserError, match=r"ears is a rule for drafts of this decoder, and .* drafts none"):
@@ -91,4 +91,4 @@ def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
 def test_folders_that_are_missing_are_refused_before_anything_is_loaded(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        run(BenchSettings(target="runs/t", baselines=False, **options))
+        run(BenchSettings(target="runs/t", **options))

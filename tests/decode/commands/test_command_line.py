@@ -117,6 +117,10 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
     assert (chosen.folder, chosen.target, chosen.threads) == (mine, f"{mine}/target", 3)
     assert bench_settings(["--config", str(config), "--target", f"{mine}/target", "--draft", "mtp"]).folder == mine
     assert bench_settings(["--target", "hub/name", "--draft", f"a={mine}/kl-tv", f"b={mine}/export"]).folder == mine
+    for argv in (["--config", str(config)], ["--output", f"{tmp_path}/runs/other"]):
+        named = bench_settings([*argv, "--name", "other"])
+        assert named.folder == f"{tmp_path}/runs/other"
+        assert Path(named.target or "").parts[-2:] == ("other", "target")
     two = ["--target", "hub/name", "--draft", f"{mine}/export", "hub/draft"]
     assert bench_settings(two).folder == "runs/bench"
 
@@ -163,7 +167,7 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
     assert main(["datastore", "build", *build]) == 0
     assert "31 documents" in capsys.readouterr().out
     run = [
-        "bench", "--target", target, "--suite", "open", "--limit", "1", "--repeats", "1", "--no-baselines",
+        "bench", "--target", target, "--suite", "open", "--limit", "1",
         "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",
     ]  # fmt: skip
     assert main([*run, "rest,adaptix", "--datastore", str(tmp_path / "s")]) == 0
@@ -189,11 +193,13 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
 
     monkeypatch.setattr(compare, "Benchmark", Interrupted)
     argv = [
-        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3", "--repeats", "1", "--no-baselines",
+        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3",
         "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
     ]  # fmt: skip
     assert main(argv) == 130
-    assert "stopped early" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "9 texts of at most 4 tokens, 36 in all, by autoregressive, generate, prompt-lookup" in told
+    assert "stopped early" in told
     rows = latest(tmp_path)["methods"]
     assert [row["prompts"] for row in rows] == [1, 1, 1]
 

@@ -56,8 +56,8 @@ def test_a_configuration_is_measured_and_its_report_can_be_read_again(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs/papers/ears").mkdir(parents=True)
     (tmp_path / "configs/papers/ears/quickstart.yaml").write_text(
-        f"name: e\nbench: {{target: {tmp_path}/target, draft: [{tmp_path}/draft], suite: [open], limit: 1, repeats: 1, "
-        "max_new_tokens: 8, temperatures: [0.9], threads: 1, baselines: false, "
+        f"name: e\nbench: {{target: {tmp_path}/target, draft: [{tmp_path}/draft], suite: [open], limit: 1, "
+        "max_new_tokens: 8, temperatures: [0.9], threads: 1, "
         "methods: ['vanilla:draft_length=5', 'ears:draft_length=5:beta=0.1']}\n"
     )
     out = str(tmp_path / "out")

@@ -46,7 +46,7 @@ def asked(run: Run, monkeypatch: Any, capsys: Any, *more: str) -> tuple[list[lis
     monkeypatch.setattr(Session, "items", lambda *of: [found.append(each.ids) or each for each in items(*of)])
     monkeypatch.setattr("decode.commands.serve_check.serve_check", lambda *_: ([], [], []))
     monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
-    few = ["--methods", "vanilla", "--no-baselines", "--repeats", "1", "--output", str(run.folder / "bench")]
+    few = ["--methods", "vanilla", "--output", str(run.folder / "bench")]
     for command in (
         ["generate", *models, *draft, "--prompt", ASKED, "--json"],
         ["bench", *models, *draft, *suite, *few],

@@ -44,7 +44,7 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     argv = ["--config", QUICKSTART, "--output_dir", str(tmp_path), "--evaluation.temperatures", "0.0"]
     status, out, _ = run(capsys, *argv, "--dry-run")
     assert status == 0
-    assert out.endswith(f"to train: draftsmith distill {' '.join(argv)}\n")
+    assert out.endswith(f"To train: draftsmith distill {' '.join(argv)}\n")
     assert not re.search(r"speedup|Δα|\*\*|n\.s\.|measure again|report\.html", out)
     dry = tmp_path / "quickstart-dry-run"
     for path in ("report.html", "export/model.safetensors", "export/speculation_profile.json", "settings.yaml"):
