@@ -278,7 +278,7 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path} .*its weights are not finite"):
         load_head(tmp_path, target)
     file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is cut off or damaged"):
         load_head(tmp_path, target)
 
 
