@@ -243,10 +243,9 @@ def stream(generation: Generation, show: bool) -> None:
     finally:
         print(flush=True)
         if generation.finish_reason == "context":
-            used = len(generation.prompt) + len(generation.ids)
             print(
-                f"the text ends here because the model's context is full: {used} tokens of "
-                f"{generation.pair.runner.limit}",
+                "the text ends here because the model's context is full: "
+                f"{len(generation.prompt) + len(generation.ids)} tokens of {generation.pair.runner.limit}",
                 file=sys.stderr,
             )
         if show and generation.ids:

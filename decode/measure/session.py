@@ -113,13 +113,14 @@ class Session:
             for item in items
             if (end := len(item.ids) + new) <= room + 1 and not len(item.ids) <= self.runner.boundary < end
         ]
+        missing = len(items) - len(fitting)
         left_out = (
-            f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {whose}, {room} tokens, "
+            f"{missing} of {len(items)} prompts do not fit the context of {whose}, {room} tokens, "
             f"together with {new} new ones"
         )
         if not fitting:
             raise UserError(f"{suite.name}: {left_out}; lower max_new_tokens or take another suite")
-        if len(fitting) < len(items):
+        if missing:
             notes.append(left_out)
         if notes:
             self.notes[suite.name] = "; ".join(notes)

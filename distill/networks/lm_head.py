@@ -113,9 +113,11 @@ def one_text_a_row(model: nn.Module, places: Tensor) -> Iterator[None]:
 
     def alone(rope: Any, args: Any, more: Any, _: Any) -> Any:
         x, positions = chain(args, more.values())
-        rows = positions.expand(len(x), -1)
+        rows, parts = positions.expand(len(x), -1), []
         ends = rows[:, 0].scatter_reduce(0, places // rows.shape[1], rows.flatten()[places], "amax")
-        parts = [rope.forward(x[:1], row[None]) for row in rows.minimum(ends[:, None])]
+        for row in rows.minimum(ends[:, None]):
+            rope.max_seq_len_cached = 0  # dynamic ropes keep the frequencies of the longest text so far
+            parts.append(rope.forward(x[:1], row[None]))
         return tuple(map(torch.cat, zip(*parts)))
 
     hooks = [

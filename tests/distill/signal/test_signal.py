@@ -82,7 +82,7 @@ def test_a_forward_holds_no_states_but_those_that_a_head_reads(tiny) -> None:
     ("name", "field", "lengths"),
     [
         ("Phi-3, rope longrope", "original_max_position_embeddings", (40, 5, 16, 17, 18, 30)),
-        ("Llama, rope dynamic", "max_position_embeddings", (40, 5, 16)),
+        ("Llama, rope dynamic", "max_position_embeddings", (40, 5, 16, 30)),
     ],
 )
 def test_states_of_a_text_do_not_depend_on_a_longer_neighbour(name: str, field: str, lengths: tuple[int, ...]) -> None:
