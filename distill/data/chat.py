@@ -343,7 +343,7 @@ def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message
         ended = (stop := _until_stop(chat, closing.partition(THOUGHT)[0])) and answer.removesuffix(tail) + stop
     answer = ended or answer.rstrip()
     for call in calls:
-        values = call["arguments"].values() if isinstance(call["arguments"], dict) else ()
+        values = call["arguments"].values()
         if not all(_writes(answer, text) for text in (call["name"], *values) if isinstance(text, str)):
             raise UnusableRow("with tool calls that the chat template does not write")
     return Turn(prompt, answer, (thought, content)), note

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from glob import glob
 from itertools import chain, islice
@@ -241,7 +242,7 @@ def plain_chat(
         UnusableRow: See `distill.data.messages.row_chat`; or no such part.
     """
     messages, variables, note = row_chat(row, turns, read)
-    write = partial(json.dumps, ensure_ascii=False, default=str)
+    write = partial(json.dumps, ensure_ascii=False, default=lambda v: float(v) if isinstance(v, Decimal) else str(v))
     return {
         "messages": write(part(messages, note)), "variables": write(variables) if variables else "", "note": note
     }  # fmt: skip
