@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import lightning as L
 import torch
@@ -143,7 +144,10 @@ def fit(
         training, those before an interruption included as far as checkpoints know; and the tokens read, with padding.
     """
     steps, model = module.steps, module.model
-    last = max(work.glob("last-*.ckpt"), key=saved_step, default=None)
+    found = sorted(work.glob("last-*.ckpt"), key=saved_step)
+    while found and not is_zipfile(found[-1]):
+        console.print(f"  {found.pop()} is cut short, and is not read", soft_wrap=True)
+    last = found[-1] if found else None
     if last is not None:
         console.print(f"  continuing from step {saved_step(last)}", highlight=False)
     if isinstance(model, PreTrainedModel):
