@@ -1,7 +1,6 @@
 """What is refused before the first training because a rehearsal would not show it, or the run only hours later."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -9,6 +8,7 @@ from decode.errors import UserError
 from decode.models.open import load_model, stop_ids
 from distill import ranks
 from distill.config.base import refuse
+from distill.config.models import ModelSettings
 from distill.data.dataset import Examples
 from distill.engine.vllm import server_gpus
 from distill.fingerprints import stage_fingerprints
@@ -33,7 +33,7 @@ def check_inputs(run: Run) -> None:
         UserError: With the key, the value seen, and what was expected.
     """
     check_given(run)
-    for check in (_check_machine, _check_batches, _check_models):
+    for check in (_check_machine, _check_models, _check_batches):
         check(run)
     run.logger = tried(run.logger, run.line)
 
@@ -46,11 +46,21 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     """
     settings, student, source = run.settings, run.settings.student, run.settings.target.model
     for model in settings.language_models.values():
-        if model.model and Path(model.model).is_dir():  # by the headers of its files; the Hub checks what it gives
-            load_model(model.model, device="cpu", dtype="auto", trust_remote_code=model.trust_remote_code, wanted="$^")
+        if model.model and here(model.model):
+            check_files(model)
     if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
+
+
+def check_files(model: ModelSettings) -> None:
+    """Refuse a model by the headers of its files, if it is given.
+
+    Raises:
+        UserError: They cannot be read, or do not fit each other.
+    """
+    if model.model:
+        load_model(model.model, device="cpu", dtype="auto", trust_remote_code=model.trust_remote_code, wanted="$^")
 
 
 def _check_machine(run: Run) -> None:
@@ -108,11 +118,16 @@ def _check_batches(run: Run) -> None:
 
 
 def _check_models(run: Run) -> None:
-    """Refuse too long texts, a draft that is not smaller, and a head that does not fit."""
-    settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
-    vocab = len(corpus.tokenizer)
+    """Refuse a head that does not fit, too long texts and a draft that is not smaller: first what needs no text."""
+    settings, longest = run.settings, run.settings.data.max_length
+    vocab = len(run.tokenizer) if settings.target.model is None else 2  # which is the size of a new model alone
+    if settings.student.draft.head:
+        settings.student.draft.check_target(empty_model(settings.target, vocab))
+        _ = run.captured_layers
+    if settings.student.kind == "cut":
+        kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
     if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts.values())):
-        longest = max(int(Examples.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
+        longest = max(int(Examples.of(split).lengths.max()) for split in (run.corpus.train, run.corpus.validation))
     for name, model in settings.language_models.items():
         if model.kind == "cut":
             continue
@@ -124,11 +139,8 @@ def _check_models(run: Run) -> None:
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
-    if settings.student.draft.head:
-        settings.student.draft.check_target(empty_model(settings.target, vocab))
-    if settings.student.kind == "cut":
-        kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
-    elif not settings.student.draft.head:
+    if settings.student.kind != "cut" and not settings.student.draft.head:
+        vocab = len(run.tokenizer)
         target, student = (empty_model(model, vocab).num_parameters() for model in settings.language_models.values())
         if student >= target:
             raise UserError(

@@ -24,10 +24,12 @@ HASHES = Path(HF_HOME) / "draftsmith-hashes.json"
 """Hashes of large files, by path, size and time."""
 
 
-def files_in(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> list[Path]:
+FILES = (*MODEL_FILES, "*.gguf", "gguf/*.gguf")
+
+
+def files_in(folder: Path, patterns: Iterable[str] = FILES) -> list[Path]:
     """A folder's files of these names. Others, such as notes, logs and runs beside them, say nothing about a model."""
-    found, weights = {file for pattern in patterns for file in folder.glob(pattern)}, weight_files(folder)
-    found = {file for file in found if file.suffix != ".safetensors" or file in weights}
+    found = {file for pattern in patterns for file in folder.glob(pattern)}.union(weight_files(folder))
     return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 
@@ -55,7 +57,7 @@ def _hash(path: Path, *state: int) -> str:
     return made
 
 
-def sizes(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> dict[str, int]:
+def sizes(folder: Path, patterns: Iterable[str] = FILES) -> dict[str, int]:
     """Bytes of a folder's files of these names, by their path in there; a truncated one is noticed by them."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in files_in(folder, patterns)}
 

@@ -11,21 +11,22 @@
 import copy
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.errors import UserError
 from decode.files import replaced, scratch_folder
+from decode.incoming import LeftOut, usable
 from decode.measure.suites import PRESETS, file_format, iter_rows
-from decode.models.open import load_tokenizer
-from decode.models.sources import language_config, located, pinned
+from decode.models.open import load_config, load_tokenizer
+from decode.models.sources import located, offline, weight_files
 from decode.progress import duration, output_console, working
 from distill import ranks
 from distill.checks import check_given, signal_sizes
@@ -36,7 +37,7 @@ from distill.data.corpus import load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import prompt_of
 from distill.engine.vllm import server_gpus
-from distill.files import sizes
+from distill.files import free_bytes, sizes
 from distill.networks.models import build_model
 from distill.pipeline import measure, with_formats
 from distill.responses.target import answered_texts
@@ -75,10 +76,12 @@ def few(settings: Settings, **training: Any) -> Settings:
 # -- in miniature -----------------------------------------------------------------------------------------------------
 
 PLAIN_CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""Chat template where the target's is not on this machine; pairs stay plain there."""
+"""Chat template where the target's is not on this machine, which writes all of a chat; pairs stay plain there."""
 SMALL: Values = {
     **{f"data__{key}": count for key, count in ROWS.items()},
     "data__max_length": 512, "data__overlong": "cut",
@@ -106,7 +109,8 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     folder = Path(small.output_dir) / small.name
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
-    check_given(Run(settings, console), _here)
+    with offline():
+        check_given(Run(settings, console), partial(_here, weights=True))
     change(small, **copy.deepcopy(SMALL))
     small.student.draft.shrink(small.student)
     if settings.teacher.in_engine or settings.teacher.engine.urls:
@@ -117,6 +121,8 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     if (named := data.tokenizer or small.target.model) is not None and _here(named):
         tokenizer = load_tokenizer(named, trust_remote_code=settings.target.trust_remote_code)
     elif named is not None and data.chat_template is None:
+        unknown = "so its chat template is not known: whether that writes tools and reasoning is not checked"
+        console.print(f"  {named} is not on this machine, {unknown}", highlight=False, soft_wrap=True)
         data.chat_template, data.chat = PLAIN_CHAT, data.chat if data.from_target or data.chat != "auto" else False
     data.tokenizer = data.tokenizer if tokenizer else None
     _shrink_data(small, console)
@@ -153,7 +159,7 @@ def _shrink_data(small: Settings, console: Console) -> None:
     """Let word problems replace rows that would have to be downloaded, or prompts that the target would write."""
     data = small.data
     if data.from_target and data.prompts.file is not None:
-        prompts = sum(bool(prompt_of(row)) for row in iter_rows(data.prompts.file))
+        prompts = len([*usable(iter_rows(data.prompts.file), LeftOut(), prompt_of)])
         if prompts >= sum(ROWS.values()) or not prompts:  # without any the run refuses it in its own words
             return
     elif not data.from_target and (data.source == "arithmetic" or "train" in data.files or Path(data.source).exists()):
@@ -164,26 +170,27 @@ def _shrink_data(small: Settings, console: Console) -> None:
     change(data, source="arithmetic", prompt_template=None, response_template=None)
 
 
-def _here(model: str) -> bool:
-    """Whether a model is on this machine. A path that leads nowhere counts, so that it is refused as in the run."""
+def _here(model: str, *, weights: bool = False) -> bool:
+    """Whether a model, with its ``weights``, is on this machine; so is a path to nowhere, which the run refuses."""
     if Path(model).exists() or model.startswith((".", "/", "~")):
         return True
-    name, at = pinned(model)
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json", **at), str)
-    except ValueError:  # a path
+        with offline():
+            folder = located(model)
+    except UserError:
         return False
+    files = weight_files(folder)
+    return not weights or (files != [] and all(map(Path.is_file, files)))
 
 
 def _family_of(model: str, console: Console) -> tuple[str, bool]:
     """The family of a model, and whether several query heads share a key head; Llama's where it is not here."""
     try:
-        folder, at = located(model)
-        config = AutoConfig.from_pretrained(folder, **at | {"local_files_only": True})
-    except (OSError, ValueError):
+        with offline():
+            layer = load_config(model).per_layer_config[0]
+    except UserError:
         console.print(f"  {model} is not on this machine; a tiny llama stands for it", highlight=False)
         return "llama", True
-    layer = language_config(config).per_layer_config[0]
     heads = int(layer.num_attention_heads)
     return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads)
 
@@ -236,19 +243,24 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
                 parts[stage] = (last - first) * batches, sum(size for _, size in StepTimes.ends[1:]) * batches
         with working(console, "export and evaluation"):
             measure(run)
-        whole.corpus = run.corpus
+        whole.corpus, exported = run.corpus, sum(sizes(run.export).values())
+        kept = {(run if written else whole).work / "corpus": train / here}
+        kept |= {run.work / "prompts": train / here, run.work / "responses": count / len(run.examples)}
+        texts = sum(share * sum(sizes(place, ["**/*"]).values()) for place, share in kept.items())
         models = [sum(sizes(run.path(stage)).values()) for stage in trainings if not run.path(stage).is_symlink()]
         kind = full.teacher.kept
         signals = signal_sizes(whole)[kind] * (count / len(whole.examples) if written else 1)
     for part, (seconds, tokens) in parts.items():
         console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
     memory, host = (peak_memory(torch.device(device)) / 1e9 for device in (run.device, "cpu"))
-    disk = {f"signals ({kind}) at most": signals, "models": sum(models), "checkpoints": ADAM * max(models, default=0)}
+    checkpoints, free = ADAM * max(models, default=0), free_bytes(whole.folder) / 1e9
+    disk = {"texts": texts, f"signals ({kind}) at most": signals, "models": sum(models), "checkpoints": checkpoints}
+    disk["export"] = exported
     each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in disk.items())
     for line in (
         f"total {duration(sum(seconds for seconds, _ in parts.values()))}, without signals, validations and evaluation",
-        f"each process holds {memory:.2f} GB on {run.device}, {host:.2f} GB of host memory",
-        f"on disk in all {sum(disk.values()) / 1e9:.2f} GB: {each}",
+        f"memory of each process: {host:.2f} GB" + f", {memory:.2f} GB on {run.device}" * (run.device.type != "cpu"),
+        f"disk: {sum(disk.values()) / 1e9:.2f} GB, of {free:.0f} GB that are free: {each}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
     return parts

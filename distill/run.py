@@ -30,7 +30,7 @@ from decode.measure.suites import quiet_datasets
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, files_of, load_model, load_tokenizer, stop_ids
-from decode.models.sources import fetched, gguf_file
+from decode.models.sources import gguf_file, located
 from decode.options import in_turn
 from decode.progress import output_console, working
 from distill import ranks
@@ -352,7 +352,8 @@ class Run:
     @cached_property
     def served_folder(self) -> Path:
         """The folder of the target, before its stage too where that takes it as it is."""
-        return fetched(str(self.settings.target.model)) if self.as_it_is else self.target
+        model = self.settings.target.model
+        return located(str(model), weights=True) if self.as_it_is else self.target
 
     @cached_property
     def served_files(self) -> Any:

@@ -19,11 +19,11 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.huggingface import mask_of
 from decode.models.open import DTYPES, check_tokenizers, load_config, load_model, load_tokenizer, stop_ids
-from decode.models.sources import fetched, gguf_file
+from decode.models.sources import gguf_file, located
 from decode.progress import working
 from decode.writing import write_texts
 from distill import ranks
-from distill.checks import check_inputs
+from distill.checks import check_files, check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.chat import Ids
@@ -78,7 +78,7 @@ class StageResult:
 def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
     """Run the stages that are not up to date.
 
-    Data and models are checked before the first training, unless the target alone is wanted.
+    Data and models are checked before the first training, and files alone where no more than the target is wanted.
 
     Returns:
         The names of the stages that were made.
@@ -88,9 +88,9 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
         keys = stage_fingerprints(run.settings) if ranks.is_first() else {}  # which reads large files once
         for stage, key in ranks.exchange(keys)[0].items():
             if (only is None or stage in only) and not _up_to_date(run, stage, key):
-                if check and not created and only != ("target",):
+                if check and not created:
                     with working(run.console, "checking data and models", bars=False):
-                        check_inputs(run)
+                        check_files(run.settings.target) if only == ("target",) else check_inputs(run)
                 _make(run, stage, key)
                 created.append(stage)
         ranks.barrier()  # another process may still ask the engine
@@ -166,7 +166,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
         if not (gguf_file(settings.model) or round_to or several or drafted):
-            return StageResult(StageRecord(key), fetched(settings.model))
+            return StageResult(StageRecord(key), located(settings.model, weights=True))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
     elif isinstance(settings, StudentSettings) and settings.kind == "cut":

@@ -65,13 +65,12 @@ def read_engine(files: StateFiles, parts: PreTrainedModel, texts: Sequence[Ids],
     return final_norm(parts)(states[:, :, -1]), {layer: states[:, :, files.layers.index(layer)] for layer in layers}
 
 
-def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
-    """Return the exits asked for, or all of them.
+def exit_layers(depth: int, layers: Sequence[int] = ()) -> list[int]:
+    """Return the exits asked for, or all of them, of a model with so many layers.
 
     Raises:
         UserError: A layer outside the model.
     """
-    depth = int(model.config.get_text_config().num_hidden_layers)
     if depth < 2:
         raise UserError("the model has one layer, so there is no early exit; probes need two layers or more")
     if outside := [layer for layer in layers if not 1 <= layer < depth]:

@@ -53,12 +53,12 @@ def run_probes(settings: ProbesSettings, console: Console | None = None, *, resu
             if first:
                 run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
             try:
+                exits = exit_layers(int(run.target_config.num_hidden_layers), settings.probes.layers)
                 run.logger = tried(run.logger, run.line)
                 run_stages(run, only=("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)
                 served = settings.teacher.in_engine
                 model = run.target_parts().to(DTYPES[run.settings.target.dtype]) if served else run.load_target()
-                exits = exit_layers(model, settings.probes.layers)
                 if served:
                     run.captured_layers = exits
                 modes = modes_of(settings.probes, model)

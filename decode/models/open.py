@@ -51,6 +51,7 @@ from decode.models.sources import (
     located,
     read_weights,
     reading,
+    tensors_in,
 )
 from decode.models.tokens import TRAINED, added_ids, turn_end
 
@@ -135,29 +136,28 @@ def load_model(
     device, extra = choose_device(device), dict(options)
     number_format = choose_dtype(dtype, device)
     with reading(name, "model"):
-        folder, at = located(name)
-        auto, config, quantised = _described(folder, trust_remote_code=trust_remote_code, **at)
+        folder = located(name, weights=True)
+        tensors, at = tensors_in(folder), Fields()
+        auto, config, quantised = _described(folder, trust_remote_code)
         inside = auto is AutoModelForMultimodalLM and not (quantised and wanted is None)
         if wanted is not None:
             vars(config).pop("quantization_config", None)
             with torch.device("meta"):
                 empty = auto.from_config(config, trust_remote_code=trust_remote_code)
-            auto, tensors = type(empty), in_parts(Path(folder), empty, wanted, quantised=quantised)
-            at = at | {"config": config, "state_dict": tensors}
-        if device_map:
-            extra["device_map"] = device_map
-        elif quantised or "quantization_config" in options:
-            extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
-        if device.type != "cpu" and not inside:
-            extra.setdefault("device_map", {"": device})  # straight there: no whole copy in the host's memory
+            auto = type(empty)
+            at = {"config": config, "state_dict": in_parts(tensors, empty, wanted, quantised=quantised)}
+        # quantised weights do not move later; others go straight to a GPU, without a whole copy in the host's memory
+        if device_map or quantised or "quantization_config" in options or (device.type != "cpu" and not inside):
+            extra["device_map"] = device_map or {"": device}
         options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
-        model = read_weights(auto, folder, name, quantised=quantised, **options, **({} if inside else extra))
+        model = read_weights(auto, folder, name, tensors, quantised=quantised, **options, **({} if inside else extra))
         if inside:
             model = language_model(model, **extra)
         if quantised and getattr(model, "hf_quantizer", None) is None:  # transformers made plain weights of them
             _made_plain(model, options["dtype"])
+        model.config.name_or_path = model.name_or_path = str(folder)  # where its next-token layers are read
         if wanted is not None:
-            model.generation_config = files_of(name, trust_remote_code=trust_remote_code).generation_config
+            model.generation_config = files_of(folder, trust_remote_code=trust_remote_code).generation_config
         elif "device_map" not in extra:
             model = model.to(device)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
@@ -178,18 +178,19 @@ def _made_plain(model: PreTrainedModel, dtype: torch.dtype | str) -> None:
     model._weight_conversions = [each for each in changes if each not in packing] or None
 
 
-def _described(folder: str, **options: Any) -> tuple[Any, PretrainedConfig, bool]:
-    """The class that reads what a folder or Hub name holds, its configuration, and whether it is quantised.
+def _described(folder: Path, trust_remote_code: bool) -> tuple[Any, PretrainedConfig, bool]:
+    """The class that reads what a folder holds, its configuration, and whether it is quantised.
 
     Raises:
         UserError: it is quantised in a way that transformers would ignore.
     """
-    config = AutoConfig.from_pretrained(folder, **options)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    quantised, other = getattr(config, "quantization_config", None), folder / "hf_quant_config.json"
+    if not AutoHfQuantizer.supports_quant_method(quantised) if quantised else other.exists():
+        method = quantised["quant_method"] if quantised else f"that {other.name} describes"
         raise UserError(
-            f"the model {folder!r} is quantised by the method {quantised['quant_method']}, which transformers does not "
-            "read: take it in another format"
+            f"the model {str(folder)!r} is quantised by the method {method}, which transformers does not read: take "
+            "its files in 16 bits, or by a method that transformers reads (fp8, compressed-tensors, gptq, awq)"
         )
     inside = language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForMultimodalLM if inside else AutoModelForCausalLM, config, bool(quantised)
@@ -202,15 +203,13 @@ def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrained
         UserError: it cannot be found or read.
     """
     with reading(name, "tokenizer"):
-        folder, at = located(name)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
+        return AutoTokenizer.from_pretrained(located(name), trust_remote_code=trust_remote_code)
 
 
 def trained_prompts(name: Name) -> Fields:
     """`TRAINED` of the files of a draft, or of a folder of probes; empty if there is none."""
-    with suppress(OSError):  # what is not there is refused where it is opened
-        folder, at = located(name)
-        return get_tokenizer_config(folder, **at).get(TRAINED) or {}
+    with suppress(OSError, UserError):  # what is not there is refused where it is opened
+        return get_tokenizer_config(located(name)).get(TRAINED) or {}
     return {}
 
 
@@ -221,15 +220,14 @@ def load_config(name: Name, *, trust_remote_code: bool = False) -> PretrainedCon
         UserError: it cannot be found or read.
     """
     with reading(name, "model"):
-        folder, at = located(name)
-        return language_config(_described(folder, trust_remote_code=trust_remote_code, **at)[1])
+        return language_config(_described(located(name), trust_remote_code)[1])
 
 
 def files_of(name: Name, *, trust_remote_code: bool = False) -> Any:
     """The ``config`` of a model that is not loaded, and its ``generation_config``, as transformers reads them."""
-    (folder, at), config = located(name), load_config(name, trust_remote_code=trust_remote_code)
+    config = load_config(name, trust_remote_code=trust_remote_code)
     try:
-        generation = GenerationConfig.from_pretrained(folder, **at)
+        generation = GenerationConfig.from_pretrained(located(name))
     except OSError:  # it has none
         generation = GenerationConfig.from_model_config(config)
     return SimpleNamespace(generation_config=generation, config=config)

@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import constants, get_session, snapshot_download
-from safetensors import safe_open
+from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -38,7 +38,7 @@ from decode.files import Fields, read_model_json, replaced
 # -- names -------------------------------------------------------------------------------------------------------------
 
 Name = str | os.PathLike[str]  # a folder, a name on the Hub (with its revision after an @) or a GGUF file
-INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 JSON_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     INDEX,
@@ -47,22 +47,39 @@ JSON_FILES = (
 NUMBERS = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def located(name: Name) -> tuple[str, Fields]:
-    """The folder or Hub name that transformers reads, and arguments for it; a GGUF file is converted first.
+MODEL_FILES = (
+    "*config.json", "*.safetensors.index.json", "*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken", "*.spm",
+    "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "*.jinja", "chat_template*",
+    "additional_chat_templates/*", "*.py", "mask_embedding.pt",
+)  # fmt: skip
+"""Files that a model, its tokenizer and a head are read from, besides weights."""
+
+
+def located(name: Name, *, weights: bool = False) -> Path:
+    """The folder that a model is read from: itself, the snapshot of a Hub name, or what a GGUF file is converted to.
+
+    Args:
+        name: folder, Hub name or GGUF file.
+        weights: download the weights of a Hub name, too. Without the Hub the cache is read as it is.
 
     Raises:
-        UserError: a GGUF file, or a folder's JSON file, that cannot be read. transformers would ignore some of these.
+        UserError: there is none, or a GGUF or JSON file cannot be read. transformers would ignore some of these.
     """
-    if gguf := gguf_file(name):
-        return str(unpacked(gguf)), {}
-    for path in (Path(name, file) for file in JSON_FILES):
+    gguf, folder = gguf_file(name), Path(name)
+    if gguf:
+        return unpacked(gguf)
+    if not folder.is_dir():
+        with reading(name, "model"):
+            folder = _snapshot(name)
+            if weights and not hub_offline():
+                shards = [str(file.relative_to(folder)) for file in weight_files(folder)]
+                folder = _snapshot(name, SINGLE, *shards)
+    for path in (folder / file for file in JSON_FILES):
         for key, value in read_model_json(path).items():
             numbers = value if isinstance(value, list) else [value]
             if key in NUMBERS and not all(isinstance(each, (int, float, type(None))) for each in numbers):
                 raise UserError(f"{path}: {key} is {value!r}, expected a number; correct it or download it again")
-    repository, at = pinned(name)
-    local = {"local_files_only": True} if not Path(name).exists() and hub_offline() else {}
-    return repository, at | local
+    return folder
 
 
 def pinned(name: Name) -> tuple[str, Fields]:
@@ -71,25 +88,23 @@ def pinned(name: Name) -> tuple[str, Fields]:
     return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
 
 
-MODEL_FILES = (
-    "*config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "gguf/*.gguf", "*token*", "*vocab*",
-    "*merges*", "*.model", "*.tiktoken", "*.spm", "tekken.json", "bpe.codes", "dict.txt", "emoji.json",
-    "normalizer.json", "*.jinja", "chat_template*", "additional_chat_templates/*", "*.py",
-)  # fmt: skip
-"""Files of a folder or a Hub repository that a model, its tokenizer and a head are read from."""
+def _snapshot(name: Name, *weights: str) -> Path:
+    """The folder of a Hub name in the cache, with these files of weights where the Hub answers."""
+    (repository, at), offline = pinned(name), hub_offline()
+    if offline and isinstance(file := try_to_load_from_cache(repository, "config.json", **at), str):
+        return Path(file).parent  # a file that is not there is refused by who reads it
+    files = [*MODEL_FILES, *weights]
+    return Path(snapshot_download(repository, allow_patterns=files, local_files_only=offline, **at))
 
 
-def fetched(name: Name, patterns: Iterable[str] = MODEL_FILES) -> Path:
-    """The folder of a model, or of a Hub name, whose files of these names are downloaded to the Hub's cache.
-
-    Raises:
-        UserError: it does not exist, or the Hub cannot be reached.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    with reading(name, "model"):
-        repository, at = located(name)
-        return Path(snapshot_download(repository, allow_patterns=[*patterns], **at))
+@contextmanager
+def offline() -> Iterator[None]:
+    """Within it, names on the Hub are read from the cache alone."""
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def hub_offline() -> bool:
@@ -128,11 +143,6 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
         return UserError(f"cannot load the {what}: there is no folder {str(name)!r}: {wanted}")
     if path.suffix.lower() == ".gguf":
         hint = "; download it again, or take the model's safetensors files"
-    elif (path / ADAPTER).exists():
-        hint = (
-            "; it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base, folder)"
-            ".merge_and_unload().save_pretrained(path)) and give the merged folder"
-        )
     elif not path.exists() and hub_offline():
         hint = (
             "; it is no folder and not in the Hub's cache on this machine, and the Hub is switched off "
@@ -145,41 +155,58 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a folder's model, head or adapter is read from, whether they are there or not.
+    """The safetensors files that a folder's model or head is read from, whether they are there or not.
 
     These are transformers' choice: the single file, or the shards of the index, which an earlier save may have left
-    without its shards. All files where there is neither, as of an adapter.
+    without its shards. None where there is neither.
 
     Raises:
-        UserError: a single file beside shards, or an adapter beside either.
+        UserError: a single file beside shards, an adapter, or an index that names files elsewhere.
     """
-    single, index = folder / "model.safetensors", read_model_json(folder / INDEX).get("weight_map", {})
-    shards = [folder / file for file in sorted({*index.values()})]
-    sets = {file.name for file in (single, *shards[:1], folder / ADAPTER) if file.is_file()}
-    if len(sets) > 1:
+    config, index = (read_model_json(folder / file) for file in ("config.json", INDEX))
+    single, index = folder / (config.get("transformers_weights") or SINGLE), index.get("weight_map") or {}
+    shards = [folder / str(file) for file in sorted({*index.values()})]
+    if outside := [file for file in shards if file.parent != folder]:
+        raise UserError(f"{folder / INDEX} names {outside[0]}, which is not in its folder: download the index again")
+    kinds = [folder / ADAPTER], [single], shards
+    sets = sorted({file.name for kind in kinds for file in [*filter(os.path.lexists, kind)][:1]})
+    if len(sets) > 1 or ADAPTER in sets:
         raise UserError(
-            f"{folder} holds {' and '.join(sorted(sets))}, of which transformers and engines read different ones: "
-            "leave the files of one model there (shards with their index), and move the others to a folder of their own"
+            f"{folder} holds {' and '.join(sets)}: leave the files of one model there (shards with their index), and "
+            "move others to a folder of their own; an adapter is not read: merge it into its base (peft: "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(path)) and give the result"
         )
-    return [single] if single.is_file() else shards or sorted(folder.glob("*.safetensors"))
+    return [single] if os.path.lexists(single) else shards
 
 
 def tensors_in(folder: Path) -> Fields:
     """The tensors in a folder's `weight_files` by name, as slices of safetensors: headers are read, and they are not.
 
     Raises:
-        UserError: a file that is not there, not whole, or a pointer of Git LFS.
+        UserError: a file that is not there, not whole, or a pointer of Git LFS; or no such file.
     """
     found: Fields = {}
-    for file in weight_files(folder):
+    files = weight_files(folder)
+    if not files:
+        beside = [file.name for file in folder.glob("*") if file.suffix in (".safetensors", ".bin", ".pth", ".gguf")]
+        raise UserError(
+            f"{folder} has no safetensors file that is read ({SINGLE}, or the shards of {INDEX}), but "
+            f"{', '.join(sorted(beside)[:3]) or 'no weights at all'}: download these; a file of another name may be "
+            "renamed; a pickle (pytorch_model.bin) is not read, since that can run code. If you trust it: python -c "
+            "\"import torch, safetensors.torch as s; s.save_file(torch.load('pytorch_model.bin', weights_only=True), "
+            "'model.safetensors')\""
+        )
+    for file in files:
         try:
             with safe_open(file, "pt") as opened:
                 found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        except Exception as error:  # safetensors has a kind of its own for what is not whole
-            raise UserError(
-                f"{file} cannot be read: {first_line(error)}; it is missing, cut off or a pointer of Git LFS (then git "
-                "lfs pull fetches it): download it again, with all files of the model"
-            ) from error
+        except (OSError, SafetensorError) as error:
+            what = f"cut off or damaged ({first_line(error)})"
+            if not file.exists():
+                what = "a link that leads nowhere" if file.is_symlink() else "missing"
+            elif file.stat().st_size < 999 and b"git-lfs" in file.read_bytes():
+                what = "a pointer of Git LFS: run git lfs pull in its folder, or"
+            raise UserError(f"{file} is {what}: download it again, with all files of the model") from error
     return found
 
 
@@ -200,12 +227,11 @@ class Unread:
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
-def in_parts(folder: Path, empty: PreTrainedModel, wanted: str, *, quantised: bool) -> Fields:
-    """The tensors in a folder by name; those that are not ``wanted`` are `Unread`, as are a quantised model's.
+def in_parts(tensors: Fields, empty: PreTrainedModel, wanted: str, *, quantised: bool) -> Fields:
+    """The tensors of `tensors_in`; those that are not ``wanted`` are `Unread`, as are a quantised model's.
 
     Such a one gets what an ordinary one has, ``empty``: the packages of its method may be there for an engine alone.
     """
-    tensors = tensors_in(folder)
     shapes = {name: part.get_shape() for name, part in tensors.items()}
     if quantised:
         shapes = {name: [*x.shape] for name, x in empty.state_dict().items() if name not in empty.all_tied_weights_keys}
@@ -213,7 +239,7 @@ def in_parts(folder: Path, empty: PreTrainedModel, wanted: str, *, quantised: bo
     return {name: tensors[name] if name in read else Unread(shape) for name, shape in shapes.items()}
 
 
-PACKED = re.compile(r"F[468]_?|[IU]\d+ .*(weight|bias|proj)$")
+PACKED = re.compile(r"F[468][_ ]|[IU]\d+ .*(weight|bias|proj)$")
 
 
 def packed(tensors: Fields) -> list[str]:
@@ -250,18 +276,19 @@ UNREAD = (
 """Names of tensors that a language model may leave unread, besides those that transformers' class of it names."""
 
 
-def read_weights(auto: Any, folder: str, name: Name, *, quantised: bool = False, **options: Any) -> PreTrainedModel:
-    """A model by transformers' ``from_pretrained`` of a class.
+def read_weights(
+    auto: Any, folder: Path, name: Name, tensors: Fields, *, quantised: bool = False, **options: Any
+) -> PreTrainedModel:
+    """A model by transformers' ``from_pretrained`` of a class, and what `tensors_in` finds in its folder.
 
     Raises:
         UserError: weights that are missing, have another shape than the configuration says, are read by nothing, or
             take scales where the configuration does not call the model ``quantised``.
     """
-    tensors = {} if "gguf_file" in options else tensors_in(Path(folder))  # none of a Hub name
     with quiet():  # sizes that differ are refused below, by name
         model: PreTrainedModel
         model, info = auto.from_pretrained(
-            None if "state_dict" in options else folder,
+            None if "state_dict" in options else str(folder),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             use_safetensors=True,
@@ -323,7 +350,7 @@ def unpacked(file: Path) -> Path:
         options: Fields = {"gguf_file": file.name, "dtype": torch.float32}
         if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on weights may stay packed
             options["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
-        model = read_weights(AutoModelForCausalLM, str(file.parent), file, **options)
+        model = read_weights(AutoModelForCausalLM, file.parent, file, {}, **options)
     for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):  # the weights are plain ones now
         vars(model).pop(attribute, None)
     vars(model.config).pop("quantization_config", None)
@@ -430,7 +457,6 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     weights = {key: Unread([*weight.shape]) if weight.is_meta else weight for key, weight in weights.items()}
     made = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     made.generation_config = copy.deepcopy(model.generation_config)
-    made.config.name_or_path = model.config.name_or_path  # where its next-token layers are read
     if any(weight.is_meta for weight in made.parameters()):  # it was read in parts
         return made
     ids = (torch.arange(8) * 7 % len(head.weight))[None]

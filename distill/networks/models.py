@@ -23,7 +23,6 @@ from transformers import (
 
 from decode.errors import UserError
 from decode.models.open import load_config, load_model, stop_ids
-from decode.models.sources import fetched, gguf_file
 from distill.config.base import Attention, Values
 from distill.config.models import Architecture, LoraSettings, ModelSettings, TrainingSettings
 
@@ -174,7 +173,7 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
     quantised is loaded as a whole.
 
     Args:
-        folder: Folder or Hub name of the target.
+        folder: Folder, Hub name or GGUF file of the target.
         last: Number of last layers that are read.
         trust_remote_code: Run model code that comes with it.
 
@@ -185,15 +184,12 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
         UserError: It cannot be read.
     """
     trust: Values = {"trust_remote_code": trust_remote_code}
-    if not gguf_file(folder):
-        source = fetched(folder)
-        depth = load_config(source, **trust).num_hidden_layers
-        layers = "|".join(map(str, (0, *range(depth - last, depth))))
-        wanted = rf"^((?!\b\d+\.).)*($|\b({layers})\.)"  # no number in the name, or the first one is such a layer's
-        model = load_model(source, device="cpu", dtype="float32", wanted=wanted, **trust)
-        model.config.name_or_path = model.name_or_path = str(folder)
-        if not any(part.weight.is_meta for part in (model.get_input_embeddings(), model.get_output_embeddings())):
-            return model
+    depth = load_config(folder, **trust).num_hidden_layers
+    layers = "|".join(map(str, (0, *range(depth - last, depth))))
+    wanted = rf"^((?!\b\d+\.).)*($|\b({layers})\.)"  # no number in the name, or the first one is such a layer's
+    model = load_model(folder, device="cpu", dtype="float32", wanted=wanted, **trust)
+    if not any(part.weight.is_meta for part in (model.get_input_embeddings(), model.get_output_embeddings())):
+        return model
     return load_model(folder, device="cpu", dtype="float32", **trust)
 
 

@@ -144,10 +144,8 @@ def fit(
         training, those before an interruption included as far as checkpoints know; and the tokens read, with padding.
     """
     steps, model = module.steps, module.model
-    found = sorted(work.glob("last-*.ckpt"), key=saved_step)
-    while found and not is_zipfile(found[-1]):
-        console.print(f"  {found.pop()} is cut short, and is not read", soft_wrap=True)
-    last = found[-1] if found else None
+    whole = filter(is_zipfile, work.glob("last-*.ckpt"))  # a disk that fails may cut one short
+    last = max(whole, key=saved_step, default=None)
     if last is not None:
         console.print(f"  continuing from step {saved_step(last)}", highlight=False)
     if isinstance(model, PreTrainedModel):

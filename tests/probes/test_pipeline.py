@@ -24,6 +24,12 @@ def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
     return ProbesSettings(**vars(tiny), probes=ProbeSettings(**COUNTS | {"max_new_tokens": 12} | probes))
 
 
+def test_exits_outside_the_target_are_refused_before_it_is_trained(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"probes\.layers has 3; the model has 3 layers, so exits are 1 to 2"):
+        run_probes(settings_in(tmp_path, layers=[3]), Console(quiet=True))
+    assert not (tmp_path / "tiny").exists()
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """A finished run and what it printed; another command's report was there before."""
@@ -37,7 +43,9 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_written(finished) -> None:
     run, said = finished
     assert (run / "target" / "model.safetensors").exists()
-    assert {"probes.json", "probes.safetensors"} == {p.name for p in (run / "probes").iterdir()}
+    assert {"probes.json", "probes.safetensors", "tokenizer_config.json"} <= {
+        p.name for p in (run / "probes").iterdir()
+    }
     note, report = (json.loads((run / name).read_text()) for name in ("probes/probes.json", "report.json"))
     assert {(p["label"], p["layer"]) for p in note["probes"]} == {(n, e) for n in ("match", "accept") for e in (1, 2)}
     assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}

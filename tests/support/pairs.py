@@ -45,6 +45,18 @@ def save_pair(folder: Path, tiny: Callable[..., PreTrainedModel]) -> Path:
     return folder
 
 
+def into_cache(cache: Path, name: str, folder: Path) -> Path:
+    """Moves a folder's files into a cache laid out as huggingface_hub does; returns the snapshot, links to blobs."""
+    root = cache / f"models--{name.replace('/', '--')}"
+    for part in ("blobs", "refs", snapshot := "snapshots/" + "0" * 40):
+        (root / part).mkdir(parents=True)
+    (root / "refs/main").write_text("0" * 40)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = file.rename(root / "blobs" / str(number))
+        (root / snapshot / file.name).symlink_to(blob)
+    return root / snapshot
+
+
 def make_suite(count: int = 3) -> Suite:
     """Prompts of different lengths; an answer scores whether it has an even number of characters."""
     prompts = [Prompt(f"toy/{i}", f"Tom has {i} apples" + " and more" * i, None) for i in range(count)]

@@ -29,7 +29,7 @@ from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, def
 from decode.models.heads.mtp import MTP, MtpHead, MtpRunner, load_mtp
 from decode.models.heads.runner import HeadRunner
 from decode.models.huggingface import mask_of
-from decode.models.sources import fetched, packed, tensors_in
+from decode.models.sources import located, packed, tensors_in
 
 RENAMED = {r"^(model\.)+": "", r"^draft_id_to_target_id$": "d2t"}
 RENAMED |= {f"^{re.escape(theirs)}$": ours for ours, theirs in SELECTOR.items()}
@@ -341,7 +341,7 @@ def head_kind(name: str | os.PathLike[str]) -> str:
     if name == MTP:
         return MTP
     try:
-        folder = fetched(name, ["config.json"])
+        folder = located(name)
         fields = read_json(folder / "config.json")
         version = head_format(fields) or head_format(fields, map(_our_name, tensors_in(folder)))
     except Exception:  # the network layer has many; what is wrong is told when the draft is opened as a model
@@ -379,11 +379,12 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         UserError: a damaged or unfit head, or another format of drafts.
     """
     try:
-        folder = fetched(name, ["config.json", "*.safetensors*", MASK])
+        folder = located(name, weights=True)
         if (folder / MASK).exists():
             raise UserError(f"{name} has a {MASK}, an embedding of its masked slots alone, which is not run: {NEXT}")
         fields = read_model_json(folder / "config.json")
-        tensors = tensors_in(folder)
+        version = head_format(fields)
+        tensors = tensors_in(folder) if version is None or version in HEADS else {}
         if wrong := packed(tensors):
             raise UserError(f"{name}: {wrong[0]}: {NEXT}")
         state = {_our_name(key): part[...] for key, part in tensors.items() if not UNREAD.search(key)}
@@ -398,12 +399,6 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             what = f"a draft in the format of {version}" if version else "no feature head"
             raise UserError(
                 f"{name} holds {what} (architectures {fields.get('architectures')}), which is not run: {NEXT}"
-            )
-        if not state:
-            raise UserError(
-                f"{name} has no safetensors file; weights in a pickle (pytorch_model.bin) are not read, since that can "
-                'run code. If you trust them: python -c "import torch, safetensors.torch as s; '
-                "s.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')\""
             )
         if version == 3:
             state = {re.sub(r"^layers\.0\.", "midlayer.", key): tensor for key, tensor in state.items()}

@@ -274,7 +274,7 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
         with pytest.raises(UserError, match="d2t"):
             load_head(tmp_path, target)
     file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="no feature head"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_head(tmp_path, target)
 
 

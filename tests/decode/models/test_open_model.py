@@ -17,7 +17,7 @@ import pytest
 import torch
 from heads import make_head
 from huggingface_hub import constants, get_session
-from pairs import make_tokenizer, save_pair
+from pairs import into_cache, make_tokenizer, save_pair
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers_of_kinds import byte_level
@@ -92,9 +92,9 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     save_file(kept, weights, metadata={"format": "pt"})
     assert re.search(r"model\.layers\.1\.\S+ is missing", refusal(target))
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "model.safetensors cannot be read: Error while deserializing header" in refusal(target)
+    assert "model.safetensors is cut off or damaged (Error while deserializing header" in refusal(target)
     (tmp_path / "empty").mkdir()
-    assert "config.json" in refusal(tmp_path / "empty")
+    assert "no safetensors file that is read" in refusal(tmp_path / "empty")
     assert f"there is no folder '{tmp_path}/targt': train it first" in refusal(tmp_path / "targt")
 
 
@@ -170,17 +170,153 @@ def test_a_folder_that_holds_two_models_is_refused_and_an_index_without_shards_i
     assert re.search(r"holds adapter_config\.json and model\.safetensors", refusal(tmp_path))
 
 
-@pytest.mark.parametrize("content", [None, 8, b"version https://git-lfs.github.com/spec/v1\n"], ids=str)
-def test_a_shard_that_is_not_whole_is_named(content: int | bytes | None, tmp_path: Path, tiny: Any) -> None:
+def laid(file: Path, content: Any) -> None:
+    """Put in the place of a file a cut of it, other content, a link to nowhere, or nothing."""
+    old = file.read_bytes() if file.exists() else b""
+    file.unlink(missing_ok=True)
+    if isinstance(content, dict):
+        save_file(content, file, metadata={"format": "pt"})
+    elif isinstance(content, Path):
+        file.symlink_to(content)
+    elif content is not None:
+        file.write_bytes(old[:content] if isinstance(content, int) else content)
+
+
+NOWHERE, ZEROS = Path("nowhere"), {"x": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "is missing: download it again"),
+        (-8, "is cut off or damaged .*: download it again"),
+        (0, "is cut off or damaged .*: download it again"),
+        (NOWHERE, "is a link that leads nowhere: download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS: run git lfs pull in its folder"),
+    ],
+    ids=str,
+)
+def test_a_shard_that_is_not_whole_is_named_with_what_to_do(content: Any, words: str, tmp_path: Path, tiny) -> None:
     tiny("llama").save_pretrained(tmp_path, max_shard_size="10KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    whole, _ = shard.read_bytes(), shard.unlink()
-    if content:
-        shard.write_bytes(whole[:-content] if isinstance(content, int) else content)
-    words = f"{shard.name} cannot be read: .*missing, cut off or a pointer of Git LFS"
+    laid(shard, content)
     for read in (tensors_in, partial(load_model, **CPU), partial(load_model, **CPU, wanted="$^")):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=f"{shard.name} {words}"):
             read(tmp_path)
+
+
+OUTSIDE = json.dumps({"weight_map": {"x": "../model.safetensors"}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"pytorch_model.bin": b"", "model.fp16.safetensors": ZEROS, "consolidated.safetensors": ZEROS}, ""),
+        ({"original/consolidated.safetensors": ZEROS, "original/params.json": b"{}"}, ""),
+        ({"model.safetensors": None, "pytorch_model.bin": b""}, r"no safetensors file.*but pytorch_model\.bin.*python"),
+        (
+            {"model.safetensors": None, "model.fp16.safetensors": ZEROS},
+            r"but model\.fp16.*of another name may be renamed",
+        ),
+        ({"model.safetensors": None, "consolidated.safetensors": ZEROS}, r"but consolidated\.safetensors: "),
+        ({"model.safetensors": None}, "no safetensors file that is read .*but no weights at all"),
+        ({"model.safetensors": NOWHERE}, "model.safetensors is a link that leads nowhere"),
+        (
+            {"model.safetensors": None, sources.INDEX: OUTSIDE},
+            r"names .*\.\./model\.safetensors, which is not in its fold",
+        ),
+        (
+            {"model.safetensors": None, "adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS},
+            "holds adapter_config.json: .*an adapter is not read: merge it .*merge_and_unload",
+        ),
+        (
+            {"adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS},
+            "holds adapter_config.json and model.safe",
+        ),
+        (
+            {"hf_quant_config.json": b"{}"},
+            "by the method that hf_quant_config.json describes, .*: take its files in 16",
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_what_lies_beside_a_models_files_changes_nothing_or_is_refused(files: Any, words: str, tmp_path, tiny) -> None:
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "original").mkdir()
+    for name, content in files.items():
+        laid(tmp_path / name, content)
+    for wanted in (None, "$^") if words else ():
+        with pytest.raises(UserError, match=words):
+            load_model(tmp_path, **CPU, wanted=wanted)
+    if not words:
+        assert load_model(tmp_path, **CPU).lm_head.weight.equal(model.lm_head.weight)
+
+
+def test_weights_of_the_name_that_the_configuration_gives_are_read_by_all(tmp_path: Path, tiny: Any) -> None:
+    model, config = tiny("llama"), tmp_path / "config.json"
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
+    for wanted in (None, "lm_head"):
+        assert load_model(tmp_path, **CPU, wanted=wanted).lm_head.weight.equal(model.lm_head.weight)
+    assert {*weight_fingerprints(tmp_path)} == {"other.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("", None, ""),
+        (sources.INDEX, b'{"weight_map": {"x": "1.safetensors"}}', "holds 1.safetensors and model.safetensors"),
+        ("adapter_config.json", b"{}", "holds adapter_config.json and model.safetensors"),
+        ("hf_quant_config.json", b"{}", "that hf_quant_config.json describes"),
+        ("model.safetensors", NOWHERE, "model.safetensors is a link that leads nowhere"),
+        ("model.safetensors", None, "no safetensors file"),
+        ("model.safetensors", {f"{UP}.weight": torch.zeros(2).to(FP8)}, "a format that takes a scale|is missing"),
+    ],
+    ids=str,
+)
+def test_a_name_on_the_hub_is_read_from_its_snapshot_by_the_same_rules(
+    file: str, content: Any, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = load_model(folder / "target", **CPU).lm_head.weight
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = into_cache(folder / "hub", "org/model", folder / "target")
+    if words:
+        laid(snapshot / "1.safetensors", ZEROS)
+        laid(snapshot / file, content)
+    for name in ("org/model", "org/model@main"):
+        if words:
+            with pytest.raises(UserError, match=words):
+                load_model(name, **CPU)
+        else:
+            model = load_model(name, **CPU)
+            assert (model.lm_head.weight.equal(wanted), model.name_or_path) == (True, str(snapshot))
+            assert load_tokenizer(name).get_vocab() == make_tokenizer(chat=True).get_vocab()
+    with pytest.raises(UserError, match="not in the Hub's cache on this machine"):
+        load_model("org/model@v2", **CPU)
+
+
+def test_weights_that_the_index_names_are_fetched_and_no_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "_silent", lambda _: False)
+    asked = []
+
+    def snapshot(name: str, *, allow_patterns: list[str], **options: Any) -> str:
+        asked.append([file for file in allow_patterns if file.endswith(".safetensors")])
+        assert (name, options) == ("org/model", {"local_files_only": False, "revision": "v1"})
+        return str(folder / "target")
+
+    monkeypatch.setattr(sources, "snapshot_download", snapshot)
+    load_config("org/model@v1")
+    load_tokenizer("org/model@v1")
+    assert asked == [[], []]
+    (folder / "target" / "model.safetensors").unlink()
+    laid(folder / "target" / sources.INDEX, b'{"weight_map": {"x": "1.safetensors", "y": "2.safetensors"}}')
+    with pytest.raises(UserError, match=r"1\.safetensors is missing"):
+        load_model("org/model@v1", **CPU)
+    assert ["model.safetensors", "1.safetensors", "2.safetensors"] in asked
 
 
 def test_a_heads_files_are_read_by_the_same_rules(tmp_path: Path, tiny: Any) -> None:
@@ -218,11 +354,6 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
     session.head = lambda url, timeout: None
     assert not sources.hub_offline()
     sources._silent.cache_clear()
-
-
-def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path: Path, tiny: Any) -> None:
-    get_peft_model(copy.deepcopy(tiny("llama")), LoraConfig(r=2)).save_pretrained(tmp_path)
-    assert re.search(r"it is an adapter: merge it .*merge_and_unload.* give the merged folder", refusal(tmp_path))
 
 
 def test_loading_leaves_transformers_messages_as_they_were(folder: Path) -> None:

@@ -28,6 +28,7 @@ from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.runner import HeadRunner
 from decode.models.huggingface import mask_of
 from decode.models.open import load_model
+from decode.models.sources import INDEX
 
 DRAFTED = 24  # tokens of a reduced vocabulary
 WINDOW = 32  # behind which a head with sliding layers drafts nothing
@@ -180,6 +181,12 @@ def captured_of(format: str) -> list[int]:
     return {"vLLM": [1, 3]}.get(format, [1, 2, 3])
 
 
+def indexed(folder: Path) -> None:
+    """Writes the index of a folder's shards."""
+    names = {name: file.name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+
+
 def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Tensor]:
     """Write a random head in a format; returns its tensors without prefixes, the layer's without its name."""
     fields, first, generator = flat(format), format.startswith("EAGLE-1"), torch.Generator().manual_seed(4)
@@ -235,6 +242,7 @@ def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Ten
     half = len(files) // 2  # two shards
     for i, part in enumerate((list(files)[:half], list(files)[half:])):
         save_file({name: files[name] for name in part}, folder / f"model-0000{i + 1}-of-00002.safetensors")
+    indexed(folder)
     nested = {"transformer_layer_config", "model"} & FORMATS[format].keys()
     (folder / "config.json").write_text(json.dumps(FORMATS[format] if nested else SHAPE | FORMATS[format]))
     return state
@@ -364,7 +372,7 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
 def test_another_format_of_drafts_is_refused_by_its_name(fields: dict[str, Any], told: str, target, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert bool(head_kind(tmp_path)) == bool(told)
-    with pytest.raises(UserError, match=f"in the format of {told} .*train one" if told else "no feature head"):
+    with pytest.raises(UserError, match=f"in the format of {told} .*train one" if told else "no safetensors file"):
         load_head(tmp_path, target)
 
 
@@ -397,6 +405,7 @@ def test_what_a_head_has_beside_the_network_is_refused(fields, tensors, told: st
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "more.safetensors")
+    indexed(tmp_path)
     with pytest.raises(UserError, match=told):
         load_head(tmp_path, target)
 
@@ -424,6 +433,7 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(target, tmp_path: Path) ->
     assert load_head(tmp_path, target).owns_embedding
     table = target.get_input_embeddings().weight.detach().half()
     save_file({"embed_tokens.weight": table}, tmp_path / "model-00003.safetensors")
+    indexed(tmp_path)
     head = load_head(tmp_path, target)
     assert (head.embed_tokens, head.owns_embedding) == (None, False)
 
@@ -445,11 +455,11 @@ def test_a_table_of_tokens_that_leads_elsewhere_is_refused(change: str, target, 
 
 def test_weights_in_a_pickle_are_not_read(target, tmp_path: Path) -> None:
     publish(tmp_path, target, "EAGLE")
-    for file in tmp_path.glob("*.safetensors"):
+    for file in tmp_path.glob("*.safetensors*"):
         file.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert head_kind(tmp_path)
-    with pytest.raises(UserError, match=r"no safetensors file; .*pytorch_model\.bin.*save_file"):
+    with pytest.raises(UserError, match=r"no safetensors file.*but pytorch_model\.bin: .*save_file"):
         load_head(tmp_path, target)
 
 

@@ -127,12 +127,12 @@ def test_appending_to_a_rolling_layer_copies_nothing_while_there_is_room(monkeyp
     keys, values = layer.update(states(4, 5), -states(4, 5))
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(values, -keys)
-    assert layer.memory[0].shape[2] == 6
+    assert layer.memory["keys"].shape[2] == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
 def test_an_opened_model_can_still_be_run_saved_and_trained(family: str, tiny, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny(family))
+    model = copy.deepcopy(tiny(family)).requires_grad_()
     before, weights = logits_of(model, TEXT), {k: v.clone() for k, v in model.state_dict().items()}
     Reader(open_runner(model)).read(TEXT)
     assert torch.equal(before, logits_of(model, TEXT))

@@ -62,7 +62,10 @@ def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_p
 def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path, tiny) -> None:
     settings, count = tiny_settings(tmp_path), 80 if kind == "prompts" else 400
     asked = [{"role": "user", "content": "Why is it seven?"}, {"role": "assistant", "content": "It is fine."}]
-    chats = (json.dumps({"messages": asked}).replace("seven", str(number)) for number in range(count))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    more = {"tools": [tool]} if kind == "elsewhere" else {}  # which the template that stands for the model's writes
+    asked[-1] |= {"reasoning_content": "Let me add."} if more else {}
+    chats = (json.dumps({"messages": asked} | more).replace("seven", str(number)) for number in range(count))
     (tmp_path / "chats.jsonl").write_text("\n".join(chats))
     tokenizer = make_tokenizer(chat=True)
     settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
@@ -77,6 +80,17 @@ def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path, 
     own = ["Why is it" in prompt for prompt in prompts_of(corpus, corpus.train, corpus.validation, corpus.test)]
     assert all(own)
     assert (tokenizer.get_vocab() == corpus.tokenizer.get_vocab()) == (kind != "elsewhere")
+
+
+def test_layers_that_the_target_does_not_have_are_refused_before_it_writes_prompts(tmp_path, tiny, monkeypatch) -> None:
+    monkeypatch.setattr("distill.data.writing.write_texts", lambda *_, **__: pytest.fail("a text was written"))
+    tokenizer = make_tokenizer(chat=True)
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=512, eos_token_id=0)
+    settings = tiny_settings(tmp_path, target=given(tmp_path / "given", model, tokenizer))
+    settings.data, settings.teacher.responses.source = DataSettings(source="target", max_length=128), "target"
+    settings.student = StudentSettings(kind="cut", layers=[0, 9])
+    with pytest.raises(UserError, match=r"student\.layers"):
+        run_stages(bench(settings)[0])
 
 
 def test_what_is_here_is_checked_as_in_the_run(tmp_path, tiny) -> None:
@@ -100,7 +114,10 @@ def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path) -> None:
     assert parts["distillspec"][1] == pytest.approx(12 * 4 * parts["answers"][1] / 20, rel=0.5)  # padding is counted
     printed = console.export_text()
     assert "total" in printed
-    assert re.search(r"on disk in all 0\.\d\d GB: signals \(hidden\) at most \d", printed.replace("\n", " "))
+    assert re.search(
+        r"disk: 0\.\d\d GB, of \d+ GB that are free: texts 0\.\d\d, signals \(hidden\) at most \d",
+        printed.replace("\n", " "),
+    )
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["work"]
     assert [path.name for path in (tmp_path / "tiny/work").iterdir()] == ["corpus"]
 

@@ -3,17 +3,20 @@
 import os
 from collections import namedtuple
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pairs import make_pair, make_tokenizer
+from huggingface_hub import constants
+from pairs import into_cache, make_pair, make_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_run import altered, begun, bench, given, tiny_settings
 
 from decode.errors import UserError
 from decode.files import write_json
+from decode.models import sources
 from decode.options import check
 from distill import train
 from distill.checks import check_inputs
@@ -23,6 +26,8 @@ from distill.pipeline import run_pipeline, with_formats
 from distill.rehearse import shrink
 from distill.run import Run
 from distill.stages import run_stages
+from probes.pipeline import run_probes
+from probes.settings import ProbesSettings
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -172,8 +177,20 @@ def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> No
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])
 
 
-@pytest.mark.parametrize("damage", ["cut", "bias", "two"])
-def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(damage: str, tmp_path, tiny) -> None:
+DAMAGE = {
+    "cut": "is cut off or damaged",
+    "bias": "q_proj.bias has no place",
+    "two": "holds model.safetensors and other",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(
+    damage: str, hub: bool, tmp_path, tiny, monkeypatch
+) -> None:
+    """In a folder and in the Hub's cache, by distill and probe; a dry run leaves alone what would be downloaded."""
     model, tokenizer = make_pair(tiny)[0], make_tokenizer(chat=True)
     settings = tiny_settings(tmp_path, target=given(folder := tmp_path / "model", tokenizer, model))
     settings.student.architecture.hidden_size = 8
@@ -186,12 +203,30 @@ def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(dama
         case "two":
             write_json(folder / "model.safetensors.index.json", {"weight_map": {bias: "other.safetensors"}})
             (folder / "other.safetensors").write_bytes(file.read_bytes())
-    words = {"cut": "cannot be read", "bias": f"{bias} has no place", "two": "holds model.safetensors and other"}[
-        damage
-    ]
-    with pytest.raises(UserError, match=words):
-        shrink(settings, Console(quiet=True))
-    run = bench(settings)[0]
-    with pytest.raises(UserError, match=words):
-        run_stages(run)
-    assert not (run.folder / "target").exists()
+        case "":
+            file.unlink()
+    if hub:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        snapshot, asked = into_cache(tmp_path / "hub", "org/model", folder), set[str]()
+        settings.target.model = "org/model"
+    if hub and not damage:
+        with monkeypatch.context() as online:
+            online.setattr(sources, "hub_offline", lambda: constants.HF_HUB_OFFLINE)
+            online.setattr(constants, "HF_HUB_OFFLINE", False)
+            online.setattr(
+                sources, "snapshot_download", lambda *_, **how: asked.update(how["allow_patterns"]) or snapshot
+            )
+            shrink(settings, Console(quiet=True))
+        assert "tekken.json" in asked
+        assert not [file for file in asked if file.endswith(".safetensors")]
+    words = DAMAGE[damage] or "has no safetensors file"
+    for refused in (
+        partial(shrink, settings, Console(quiet=True)),
+        partial(run_stages, bench(settings)[0]),
+        partial(run_probes, ProbesSettings(**vars(settings)), Console(quiet=True)),
+    ):
+        if damage or not hub or refused.func is not shrink:
+            with pytest.raises(UserError, match=words):
+                refused()
+    assert not (tmp_path / settings.name / "target").exists()
