@@ -144,8 +144,10 @@ def fit(
         training, those before an interruption included as far as checkpoints know; and the tokens read, with padding.
     """
     steps, model = module.steps, module.model
-    whole = filter(is_zipfile, work.glob("last-*.ckpt"))  # a disk that fails may cut one short
-    last = max(whole, key=saved_step, default=None)
+    saved = sorted(work.glob("last-*.ckpt"), key=saved_step)
+    last = next(filter(is_zipfile, reversed(saved)), None)  # a disk that fails may cut one short
+    if saved and last != saved[-1]:
+        console.print(f"  {saved[-1]} is not whole and is passed over", highlight=False)
     if last is not None:
         console.print(f"  continuing from step {saved_step(last)}", highlight=False)
     if isinstance(model, PreTrainedModel):
