@@ -137,8 +137,8 @@ def load_model(
     number_format = choose_dtype(dtype, device)
     with reading(name, "model"):
         folder = located(name, weights=True)
-        tensors, at = tensors_in(folder), Fields()
         auto, config, quantised = _described(folder, trust_remote_code)
+        tensors, at = tensors_in(folder), Fields()
         inside = auto is AutoModelForMultimodalLM and not (quantised and wanted is None)
         if wanted is not None:
             vars(config).pop("quantization_config", None)

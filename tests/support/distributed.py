@@ -107,7 +107,7 @@ def refusals(folder: Path, rank: int, world: int) -> None:
         chats.unlink()
     cases: dict[str, dict[str, Any]] = {
         "disk": {"output_dir": str(folder / f"disk{rank}")},
-        "model": {"target": replace(model, model="./target")},
+        "model": {"target": replace(model, model="./target"), "data__max_length": 64},
         "file": {"data__files": {"train": str(chats)}},
         "corpus": {"data__source": str(rows)},
         "all": {"trainer__attention": "flash_attention_2"},
