@@ -352,8 +352,7 @@ class Run:
     @cached_property
     def served_folder(self) -> Path:
         """The folder of the target, before its stage too where that takes it as it is."""
-        model = self.settings.target.model
-        return located(str(model), weights=True) if self.as_it_is else self.target
+        return located(str(self.settings.target.model), weights=True) if self.as_it_is else self.target
 
     @cached_property
     def served_files(self) -> Any:

@@ -257,7 +257,7 @@ def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
             "notes": session.notes,
         },
     }
-    write_json(path, ours, indent=1)
+    write_json(path, ours)
     headline, *others = answers(bench.rows) or [""]
     write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
     write_text(table, comma_separated(bench.rows))

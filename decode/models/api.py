@@ -152,8 +152,7 @@ def read_prompt(
     `each` is given the captured states ``[tokens, captured layers · width]`` of every piece, if any.
     """
     for at in range(0, len(ids), PIECE):
-        tokens = upload(ids[at : at + PIECE], model.device)
-        out = model.forward([Read(cache, tokens)], capture=capture, last=0)
+        out = model.forward([Read(cache, upload(ids[at : at + PIECE], model.device))], capture=capture, last=0)
         if each is not None and out.captured is not None:
             each(out.captured)
 
