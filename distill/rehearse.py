@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.errors import UserError
 from decode.files import replaced, scratch_folder
+from decode.incoming import LeftOut, usable
 from decode.measure.suites import PRESETS, file_format, iter_rows
 from decode.models.open import load_config, load_tokenizer
 from decode.models.sources import located, offline, weight_files
@@ -158,7 +159,7 @@ def _shrink_data(small: Settings, console: Console) -> None:
     """Let word problems replace rows that would have to be downloaded, or prompts that the target would write."""
     data = small.data
     if data.from_target and data.prompts.file is not None:
-        prompts = sum(bool(prompt_of(row)) for row in iter_rows(data.prompts.file))
+        prompts = len([*usable(iter_rows(data.prompts.file), LeftOut(), prompt_of)])
         if prompts >= sum(ROWS.values()) or not prompts:  # without any the run refuses it in its own words
             return
     elif not data.from_target and (data.source == "arithmetic" or "train" in data.files or Path(data.source).exists()):

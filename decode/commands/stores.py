@@ -14,7 +14,7 @@ from decode.core.draft import Ids
 from decode.drafters.adaptix import save_ngram_table
 from decode.drafters.corpus import join_documents, tokenizer_fingerprint
 from decode.drafters.rest import save_datastore
-from decode.incoming import text_lines, whole_rows
+from decode.incoming import LeftOut, sentences, text_lines, usable
 from decode.measure.suites import file_format, iter_rows, load_suite
 from decode.models.open import load_tokenizer
 from decode.progress import working
@@ -40,8 +40,11 @@ def read_texts(path: Path) -> Iterator[str]:
         return [text for part in parts for text in part]
 
     if file_format(path) == ".jsonl":
-        for row in whole_rows(iter_rows(path), lambda note: print(f"{path}: {note}", file=sys.stderr)):
+        left_out = LeftOut()
+        for _, row in usable(iter_rows(path), left_out):
             yield row["text"] if isinstance(row.get("text"), str) else "\n".join(strings(row))
+        for note in sentences(str(path), left_out):
+            print(note, file=sys.stderr)
     else:
         lines = text_lines(path)
         while block := "".join(islice(lines, BLOCK)):

@@ -17,7 +17,7 @@ from decode.measure.costs import LENGTHS, WIDE, Costs, measure_costs
 from decode.measure.suites import Prompt, Suite
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.open import DraftModel, stop_ids
-from decode.models.tokens import Detokenizer, Message, chat_ids, control_token, prompt_ids, user_says
+from decode.models.tokens import Detokenizer, Message, chat_ids, check_template, control_token, prompt_ids, user_says
 from decode.options import ChatSettings
 from decode.writing import draws_of_loop, write_texts
 
@@ -91,12 +91,16 @@ class Session:
         """All prompts (of chats, all turns) that fit the contexts together with their answers."""
         notes, prompts = [], suite.prompts
         if self.options.chat:
-            asked = [p for p in prompts if not control_token(self.tokenizer, [{"content": said} for said in p.said])]
+            texts = ([{"content": text} for text in (p.system, *p.said)] for p in prompts)
+            asked = [p for p, messages in zip(prompts, texts) if not control_token(self.tokenizer, messages)]
             if spelt := len(prompts) - len(asked):
                 notes.append(f"{spelt} prompts are left out, whose text spells a control token of the tokenizer")
             items = self._turns(asked, self.options.chat)
         else:
-            items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text)) for p in prompts]
+            plain = [p for p in prompts if not (p.system or p.variables)]
+            if lost := len(prompts) - len(plain):
+                notes.append(f"{lost} prompts are left out, whose system message or variables need a chat template")
+            items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text)) for p in plain]
             if several := sum(len(prompt.turns) > 1 for prompt in prompts):
                 notes.append(f"of {several} prompts the first turn alone is asked, since later ones need a template")
         if unknown := foreign(chain(*(item.ids for item in items)), self.runner.vocab_size, "a prompt holds"):
@@ -121,6 +125,8 @@ class Session:
 
     def _turns(self, prompts: Sequence[Prompt], shape: ChatSettings) -> list[Item]:
         """The turns of chats, each after the target's greedy answers to the earlier ones."""
+        for system in filter(None, {prompt.system for prompt in prompts}):
+            check_template(self.tokenizer, system)
         chats = [(prompt, list[Message](), list[Item]()) for prompt in prompts]
         for turn in range(max((len(prompt.said) for prompt in prompts), default=0)):
             going = [chat for chat in chats if turn < len(chat[0].said)]
@@ -130,8 +136,8 @@ class Session:
                 for (_, history, _), answer in zip(going, answers):
                     history.append({"role": "assistant", "content": self.text(answer)})
             for prompt, history, items in going:
-                history += user_says(prompt.said[turn], None if turn else shape.system)
-                items.append(Item(prompt, chat_ids(self.tokenizer, history, shape.args())))
+                history += user_says(prompt.said[turn], None if turn else prompt.system or shape.system)
+                items.append(Item(prompt, chat_ids(self.tokenizer, history, shape.args() | prompt.variables)))
         return [item for *_, items in chats for item in items]
 
     def written(

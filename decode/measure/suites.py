@@ -3,8 +3,8 @@
 A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, ``chat`` (96 prompts in the six
 categories of Spec-Bench), a preset of ``datasets.yaml`` such as ``gsm8k`` from the Hub or ``gsm8k=PATH`` from a local
 file; ``chat:qa``, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category, ``spec_bench:multi-turn=PATH``
-for MT-Bench's in it; ``prompts=PATH``, or just PATH, for other prompts (txt: one prompt per line; otherwise a column
-prompt, turns, text or question).
+for MT-Bench's in it; ``prompts=PATH``, or just PATH, for other prompts (txt: one prompt per line; otherwise one of the
+columns `decode.incoming.ASKED`).
 """
 
 import csv
@@ -15,7 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,22 @@ from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
 from decode.errors import UserError, unknown
 from decode.files import Fields
-from decode.incoming import arrow_batches, columnar_rows, text_lines, whole_rows
+from decode.incoming import (
+    ASKED,
+    CHANGES,
+    DECIDE,
+    OTHER_TEXTS,
+    SYSTEM,
+    LeftOut,
+    UnusableRow,
+    arrow_batches,
+    asked_chat,
+    columnar_rows,
+    row_chat,
+    sentences,
+    text_lines,
+    usable,
+)
 from decode.measure.arithmetic import problems
 
 Row = Fields
@@ -96,17 +111,6 @@ def iter_rows(path: str | Path) -> Iterator[Row]:
         raise UserError(f"{path} has no rows: give a file with at least one")
 
 
-def messages_of(value: Any) -> list[Any] | None:
-    """The messages in a value that is a list of them, or the JSON text of one; None for other values."""
-    try:
-        messages = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-    except ValueError:
-        return None
-    roles = {"role", "from"}
-    chat = isinstance(messages, list) and all(isinstance(item, dict) and roles & item.keys() for item in messages)
-    return messages if chat and messages else None
-
-
 def load_hub(name: str, config: str | None, split: str | None = None) -> Any:
     """Load a data set from the Hugging Face Hub (its branch, tag or commit behind an @) or its local cache.
 
@@ -153,14 +157,11 @@ def held_out(key: Any, fraction: float = 0.05) -> str:
     ``fraction`` of all keys go to validation, as many to test, the rest to train; rows of equal keys share a split.
     """
     key = key if isinstance(key, str) else json.dumps(key, sort_keys=True, default=str)
-    place = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big") / 2**48
+    place = int.from_bytes(hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=6).digest(), "big") / 2**48
     return "validation" if place < fraction else "test" if place < 2 * fraction else "train"
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
-
-ASKED = "turns", "prompt", "text", "question"
-"""Columns in which a row's prompt may stand where a data set has no template."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ class Prompt:
     category: str = ""  # samples are balanced over these
     turns: tuple[str, ...] = ()  # the user's turns for a chat model; empty: the text is the only turn
     ids: tuple[int, ...] = ()  # token ids of the prompt, if they are known; text and turns are then for display only
+    system: str = ""  # system message of its chat
+    variables: Fields = field(default_factory=dict)  # of its chat template, such as tools
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -209,7 +212,7 @@ class Preset:
 
     def prompt(self, row: Row) -> str:
         """The text that a model continues; a ValueError for a row that does not fit the template."""
-        return _filled(self.prompt_template, row) if self.prompt_template else self.turns(row)[0]
+        return _filled(self.prompt_template or "", row)
 
     def response(self, row: Row) -> str:
         """The expected answer, as text to train on; raises as `prompt` does."""
@@ -219,18 +222,33 @@ class Preset:
         """The user's turn for a chat model, empty where that is the prompt; raises as `prompt` does."""
         return _filled(self.said_template, row)
 
-    def turns(self, row: Row) -> tuple[str, ...]:
-        """The user's turns for a chat model; empty where the prompt is the turn."""
-        if self.prompt_template:
-            return (self.said(row),) if self.said_template else ()
-        turns = [message["content"] for message in row.get("messages") or () if message["role"] == "user"]
-        turns = turns or next((row[name] for name in ASKED if row.get(name)), [])
-        turns = [turns] if isinstance(turns, str) else turns
-        if not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"its prompt has to be a text, or several, in messages, {', '.join(ASKED)}")
-        if self.placeholder and turns[0].startswith(self.placeholder):
+    def asked(self, row: Row) -> Fields:
+        """The fields of a row's `Prompt` but its id; raises as `prompt` does.
+
+        Raises:
+            UnusableRow: No prompt, or a turn or a column that would change it and cannot be used.
+        """
+        text, columns = self.prompt(row), {name: row[name] for name in row if CHANGES.get(name) not in DECIDE}
+        if text:
+            turns = [{"role": "user", "content": self.said(row) or text}]
+            messages, variables, _ = row_chat(columns, turns, {*self.columns, *OTHER_TEXTS})
+        else:
+            messages, variables, _ = asked_chat(columns)
+        system = [turn["content"] for turn in messages[:1] if turn["role"] in SYSTEM]
+        roles = [turn["role"] for turn in messages[len(system) :]]
+        said = tuple(turn["content"] for turn in messages if turn["role"] == "user")
+        if roles[:1] != ["user"] or not {*roles} <= {"user", "assistant"}:
+            raise UnusableRow(f"whose prompt is neither a text nor a user's turns in {', '.join(ASKED)}")
+        if self.placeholder and said[0].startswith(self.placeholder):
             raise ValueError(f"the prompt is not in the file; give {self.file}")
-        return tuple(turns)
+        return {
+            "text": text or said[0],
+            "reference": self.response(row) or None,
+            "category": str(row.get(self.category, "")),
+            "turns": said if self.said_template or not text or len(said) > 1 else (),
+            "system": "".join(system),
+            "variables": variables,
+        }
 
     def split_of(self, row: Row) -> str | None:
         """The official split of a row, for files that hold all splits; None where a file is one split."""
@@ -246,8 +264,8 @@ class Preset:
 
 def _filled(template: str, row: Fields) -> str:
     try:
-        return _template(template).render(row)
-    except TemplateError as error:
+        return _template(template).render(row, columns=row)
+    except (TemplateError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -321,10 +339,10 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         prompts = _prompts(name, preset, rows, option, limit, seed)
     except UserError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(
             f"the suite {spec!r} has rows with {', '.join(rows[0])} that are not as those of {name}, which need "
-            f"{', '.join(preset.columns)} ({type(error).__name__}: {error}): correct it, or name the column of its "
+            f"{', '.join(preset.columns)} ({error}): correct it, or name the column of its "
             "prompts prompt and use --suite prompts=PATH"
         ) from error
     return Suite(spec, prompts, preset.score)
@@ -332,9 +350,8 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
 
 def _rows(name: str, preset: Preset, path: str | Path | None, split: str) -> list[Row]:
     """Rows of one split; for a split that the Hub lacks, the share of the training rows that is held out for it."""
-    say = lambda note: print(f"suite {name}: {note}", file=sys.stderr)  # noqa: E731
     if path:
-        rows = [row for row in whole_rows(iter_rows(path), say) if preset.split_of(row) in (None, split)]
+        rows = [row for row in iter_rows(path) if preset.split_of(row) in (None, split)]
         if not rows:
             raise UserError(f"{path} has no row of the split {split!r} of {name}: give a file that has some")
         return rows
@@ -344,7 +361,7 @@ def _rows(name: str, preset: Preset, path: str | Path | None, split: str) -> lis
         has = ", ".join(preset.splits) or "none"
         raise UserError(f"{name} has no split {split!r} on the Hub (it has {has}): give --suite {name}=PATH{file}")
     try:
-        rows = list(whole_rows(load_hub(preset.hub, preset.config, theirs), say))
+        rows = list(load_hub(preset.hub, preset.config, theirs))
     except UserError as error:
         raise UserError(f"suite {name!r}: {error}: --suite {name}=PATH") from error
     if theirs != preset.splits.get("train"):
@@ -358,33 +375,31 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
 
     They are chosen by the seed; the numbers of two categories differ by at most one.
     """
+    left_out = LeftOut()
+    made = [
+        Prompt(id=f"{name}/{rows[number - 1].get(preset.key, number - 1)}", **fields)
+        for number, fields in usable(rows, left_out, preset.asked)
+    ]
+    print(*sentences(f"suite {name}", left_out), sep="\n", end="\n" * bool(left_out), file=sys.stderr)
+    if not made:
+        raise ValueError("; ".join(sentences(name, left_out)))
     group = {category: name for name, several in preset.groups.items() for category in several}
-    named = [str(row.get(preset.category, "")) for row in rows]
-    places = [n for n, category in enumerate(named) if option in ("", category, group.get(category))]
-    if not places:
-        categories = ", ".join(sorted({*preset.groups, *named}))
+    chosen = [prompt for prompt in made if option in ("", prompt.category, group.get(prompt.category))]
+    if not chosen:
+        categories = ", ".join(sorted({*preset.groups, *(prompt.category for prompt in made)}))
         raise UserError(
             f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {categories}"
         )
     if not option:
-        named = [group.get(category, category) for category in named]
+        chosen = [replace(prompt, category=group.get(prompt.category, prompt.category)) for prompt in chosen]
     counts = Counter[str]()
 
     def turn(place: int) -> int:  # the first of every category, then the second ones, …
-        counts[named[place]] += 1
-        return counts[named[place]]
+        counts[chosen[place].category] += 1
+        return counts[chosen[place].category]
 
-    chosen = sorted(sorted(Random(seed).sample(places, len(places)), key=turn)[:limit])
-    return [
-        Prompt(
-            f"{name}/{rows[n].get(preset.key, n)}",
-            preset.prompt(rows[n]),
-            preset.response(rows[n]) or None,
-            named[n],
-            preset.turns(rows[n]),
-        )
-        for n in chosen
-    ]
+    order = sorted(Random(seed).sample(range(len(chosen)), len(chosen)), key=turn)
+    return [chosen[place] for place in sorted(order[:limit])]
 
 
 # -- scores of an answer against a reference text ---------------------------------------------------------------------

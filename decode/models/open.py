@@ -146,12 +146,9 @@ def load_model(
                 empty = auto.from_config(config, trust_remote_code=trust_remote_code)
             auto = type(empty)
             at = {"config": config, "state_dict": in_parts(tensors, empty, wanted, quantised=quantised)}
-        if device_map:
-            extra["device_map"] = device_map
-        elif quantised or "quantization_config" in options:
-            extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
-        if device.type != "cpu" and not inside:
-            extra.setdefault("device_map", {"": device})  # straight there: no whole copy in the host's memory
+        # quantised weights do not move later; others go straight to a GPU, without a whole copy in the host's memory
+        if device_map or quantised or "quantization_config" in options or (device.type != "cpu" and not inside):
+            extra["device_map"] = device_map or {"": device}
         options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
         model = read_weights(auto, folder, name, tensors, quantised=quantised, **options, **({} if inside else extra))
         if inside:
@@ -160,7 +157,7 @@ def load_model(
             _made_plain(model, options["dtype"])
         model.config.name_or_path = model.name_or_path = str(folder)  # where its next-token layers are read
         if wanted is not None:
-            model.generation_config = files_of(name, trust_remote_code=trust_remote_code).generation_config
+            model.generation_config = files_of(folder, trust_remote_code=trust_remote_code).generation_config
         elif "device_map" not in extra:
             model = model.to(device)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):

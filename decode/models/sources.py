@@ -170,15 +170,11 @@ def weight_files(folder: Path) -> list[Path]:
         raise UserError(f"{folder / INDEX} names {outside[0]}, which is not in its folder: download the index again")
     kinds = [folder / ADAPTER], [single], shards
     sets = sorted({file.name for kind in kinds for file in [*filter(os.path.lexists, kind)][:1]})
-    if len(sets) > 1:
+    if len(sets) > 1 or ADAPTER in sets:
         raise UserError(
-            f"{folder} holds {' and '.join(sets)}, of which transformers and engines read different ones: leave the "
-            "files of one model there (shards with their index), and move the others to a folder of their own"
-        )
-    if ADAPTER in sets:
-        raise UserError(
-            f"{folder} has an {ADAPTER}: it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base"
-            ", folder).merge_and_unload().save_pretrained(path)) and give the merged folder"
+            f"{folder} holds {' and '.join(sets)}: leave the files of one model there (shards with their index), and "
+            "move others to a folder of their own; an adapter is not read: merge it into its base (peft: "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(path)) and give the result"
         )
     return [single] if os.path.lexists(single) else shards
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from inspect import signature
 from itertools import takewhile
 
 import jinja2
@@ -20,6 +21,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from decode.core.draft import Ids
 from decode.errors import UserError
 from decode.files import Fields
+from decode.incoming import REASONING
 
 Message = Fields
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
@@ -28,8 +30,8 @@ PROMPT_END = "prompt_end"
 TRAINED = "trained_prompts"
 """A field of tokenizer_config.json: what shaped the prompts of a model's training here, the fields of
 `decode.options.ChatSettings`."""
-REASONING = "reasoning_content", "reasoning", "thinking"
-"""The names under which templates read what an assistant thought before it answered; they mean the same."""
+ARGUMENTS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools"}
+"""Arguments of transformers that are no variables of a template."""
 MARKED = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
 """A chat by which it is seen what a template writes."""
 REFUSALS = jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError  # what rendering a chat may raise
@@ -164,16 +166,21 @@ def render_chat(
             "(--chat-template, data.chat_template), or plain prompts (--chat false, data.chat false)"
         )
     parts, args = _reads_parts(tokenizer, str(tokenizer.chat_template)), template_args or {}
+    if taken := ARGUMENTS.intersection(args):
+        raise UserError(f"{', '.join(sorted(taken))}: not a variable of the chat template, but set by this program")
     try:
         try:
-            return _render(tokenizer, messages, parts, ask, args)
+            written = _render(tokenizer, messages, parts, ask, args)
         except TypeError:  # a template may take a tool call's arguments as text, as APIs write them (DeepSeek-V3)
             texts = json.loads(json.dumps(list(messages)))
             for function in (call["function"] for message in texts for call in message.get("tool_calls") or ()):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            return _render(tokenizer, texts, parts, ask, args)
+            written = _render(tokenizer, texts, parts, ask, args)
     except REFUSALS as error:
         raise UserError(f"the chat template does not accept these messages: {error}") from error
+    if ask and not all(tool.get("function", tool).get("name", "") in written for tool in args.get("tools") or ()):
+        raise UserError("the chat template does not write the tools: leave them out")
+    return written
 
 
 def _render(

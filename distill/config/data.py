@@ -40,7 +40,7 @@ class DataSettings(ChatSettings):
     rows."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
     prompt_template: str | None = None
-    """Format string over the columns, such as '{question}\\n'. null: the preset's, or the usual columns."""
+    """A text with columns in braces, such as '{question}\\n'; {{ is a brace. null: the preset's, or usual ones."""
     response_template: str | None = None
     """How a row becomes a response, such as '{answer}'. null: as for prompt_template."""
     chat: Literal["auto"] | bool | None = "auto"

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from decode.core.draft import Ids
 from decode.errors import UserError
 from decode.files import Fields
+from decode.incoming import KEYS, LEAVE_OUT, REASONING, SYSTEM, Messages, UnusableRow, learned_turns
 from decode.measure.suites import Row
 from decode.models.tokens import (
-    REASONING,
     Message,
     batch_prompt_ids,
     continuation_ids,
@@ -31,7 +31,6 @@ from decode.models.tokens import (
     render_chat,
     start_ids,
 )
-from distill.data.messages import KEYS, LEAVE_OUT, Messages, UnusableRow
 
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
@@ -146,11 +145,6 @@ def squash(text: str) -> str:
     return "".join(text.split())
 
 
-def _writes(written: str, text: str) -> bool:
-    """Whether a template has written a text, as it is or as JSON, but for white space."""
-    return text in written or Written(written).holds(text)
-
-
 class Written:
     """What a template has written, without white space, in which messages are looked for in their order.
 
@@ -205,10 +199,6 @@ class ChatFormat:
     template_args: Fields = field(default_factory=dict)
     ends: Sequence[int] = ()  # ids that end the target's texts; none: the tokenizer's end-of-text token
 
-    def of(self, variables: Fields) -> "ChatFormat":
-        """The format of a row with ``variables`` of the template, such as ``tools``, which win over the settings'."""
-        return replace(self, template_args=self.template_args | variables) if variables else self
-
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
         """The messages as the template writes them; with ``ask`` up to the start of the assistant's next turn.
 
@@ -228,11 +218,9 @@ class ChatFormat:
             UnusableRow: The template refuses the messages or leaves one out.
         """
         prompt = self.render(messages, ask=True)
-        if not all(tool["function"]["name"] in prompt for tool in self.template_args.get("tools", ())):
-            raise UnusableRow("with tools that the chat template does not write", LEAVE_OUT)
         written = Written(prompt)
         for message in messages:
-            in_order = message["role"] not in ("system", "developer")  # a template may write it later (Mistral)
+            in_order = message["role"] not in SYSTEM  # a template may write it later (Mistral)
             if message["role"] != "assistant" and not written.holds(message["content"], in_order=in_order):
                 raise UnusableRow("with a turn that the chat template does not write", message["role"])
         return prompt
@@ -245,7 +233,7 @@ class ChatFormat:
         """
         if spelt := control_token(self.tokenizer, messages):  # it would be read as one
             raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
-        if self.system is not None and not (messages and messages[0]["role"] in ("system", "developer")):
+        if self.system is not None and not (messages and messages[0]["role"] in SYSTEM):
             messages = [{"role": "system", "content": self.system}, *messages]
         if re.search(r"['\"]developer['\"]", str(self.tokenizer.chat_template)):
             return messages
@@ -274,7 +262,7 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
         if len(messages) > 2 or variables:
             raise UnusableRow("with a system message, a history or tools, but no chat template", LEAVE_OUT)
         return [Turn(row["prompt"], row["response"], (row["response"],))], []
-    chat = chat.of(variables)
+    chat = replace(chat, template_args=variables)
     if messages[-1]["role"] != "assistant":
         return [Turn(chat.ask(chat.prepared(messages)), "")], []
     turns, notes = chat_turns(chat, messages)
@@ -284,7 +272,7 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
 def chat_turns(chat: ChatFormat, messages: Messages) -> tuple[list[Turn], list[str]]:
     """The assistant's turns of a conversation that are learned, each behind the prompt that it has when it is served.
 
-    ``messages`` are from `distill.data.messages.row_chat`.
+    ``messages`` are from `decode.incoming.row_chat`.
 
     Returns:
         The turns, and what is to be noted of the row.
@@ -296,12 +284,11 @@ def chat_turns(chat: ChatFormat, messages: Messages) -> tuple[list[Turn], list[s
     unread = {key for message in messages for key in message if key not in KEYS and key not in template}
     notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
     turns = []
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("train", True):
-            prompt = chat.ask(messages[:place])
-            turn, note = _answered(chat, prompt, messages[:place], message)
-            turns.append(turn)
-            notes += [note] * bool(note)
+    for place in learned_turns(messages):
+        prompt = chat.ask(messages[:place])
+        turn, note = _answered(chat, prompt, messages[:place], messages[place])
+        turns.append(turn)
+        notes += [note] * bool(note)
     return turns, list(dict.fromkeys(notes))
 
 
@@ -342,9 +329,10 @@ def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message
         )
         ended = (stop := _until_stop(chat, closing.partition(THOUGHT)[0])) and answer.removesuffix(tail) + stop
     answer = ended or answer.rstrip()
+    written = Written(answer)
     for call in calls:
         values = call["arguments"].values() if isinstance(call["arguments"], dict) else ()
-        if not all(_writes(answer, text) for text in (call["name"], *values) if isinstance(text, str)):
+        if not all(written.holds(text, in_order=False) for text in (call["name"], *values) if isinstance(text, str)):
             raise UnusableRow("with tool calls that the chat template does not write")
     return Turn(prompt, answer, (thought, content)), note
 
@@ -352,7 +340,7 @@ def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message
 def last_exchange(history: Messages) -> Messages:
     """The turns from the user's last one on, after a system message: what a template writes behind them is the same."""
     start = max((place for place, turn in enumerate(history) if turn["role"] == "user"), default=0)
-    opening = [turn for turn in history[:1] if start and turn["role"] in ("system", "developer")]
+    opening = [turn for turn in history[:1] if start and turn["role"] in SYSTEM]
     return [*opening, *history[start:]]
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from decode.files import read_json, replaced, write_json, write_text
+from decode.incoming import LeftOut, UnusableRow
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
 from decode.models.tokens import PROMPT_END, TRAINED, check_template
@@ -35,13 +36,12 @@ from distill import ranks
 from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, Turn, label, render_row, text_blocks
 from distill.data.dataset import Examples
-from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
-from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_rows
+from distill.data.sources import SPLITS, SourceRows, data_files, load_rows
 from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
-VERSION = 12  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 13  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -175,9 +175,7 @@ def _make(
             blocks = islice(text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length), limit)
             made = mapped_table(folder / "tokenised" / f"{split}.arrow", ENTRIES, map(_entry, blocks))
         else:
-            tokenised = partial(
-                _tokenised, settings=settings, form=replace(form(tokenizer), template_args={}), chat=chat
-            )
+            tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
         rows.tell(split, left_out)
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}

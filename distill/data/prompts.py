@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.incoming import ASKED, LeftOut, UnusableRow, asked_chat, sentences, usable
 from decode.measure.suites import Row, iter_rows
 from decode.models.tokens import added_ids, plain_ids, written_ids
 from decode.progress import current
@@ -22,8 +23,7 @@ from decode.writing import GROUP
 from distill.config.base import Values
 from distill.config.data import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat
-from distill.data.messages import OTHER_TEXTS, Messages, UnusableRow
-from distill.data.sources import LeftOut, plain_chat, plain_rows, sentences, shaped, turns_of
+from distill.data.sources import plain_chat, plain_rows
 from distill.data.writing import Job, Write, keep_texts
 from distill.files import fingerprint
 from distill.kept import TEXT_IDS, Kept
@@ -36,8 +36,6 @@ BATCH = 64  # prompts written together
 SAMPLING = LogitsWarper(1.0, top_p=0.95)  # Magpie samples broadly, and leaves out what is hardly ever said
 ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
 MORE = "data.prompts.openings gives other first words, data.prompts.file prompts of your own"
-ASKED = "messages", "conversations", "turns", "instruction", "question", "prompt"
-"""Columns in which a prompt may stand, in the order in which they are looked at."""
 PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
 
 
@@ -105,12 +103,12 @@ def prompt_rows(
 
     if path is not None:
         read, left_out = list(iter_rows(path)), LeftOut()
-        given = list(shaped(read, prompt_of, left_out))
+        given = [row for _, row in usable(read, left_out, prompt_of)]
         notes += sentences(f"prompts from {path}", left_out)
         if not given:
             raise UserError(
-                f"data.prompts.file {path!r} holds no prompts: a row needs a column instruction (and input), "
-                "question, prompt, messages or turns, the first row has " + ", ".join(map(repr, read[0]))
+                f"data.prompts.file {path!r} holds no prompts: a row needs one of the columns {', '.join(ASKED)}, the "
+                f"first row has {', '.join(map(repr, read[0]))}"
             )
         Random(f"{seed}/prompts").shuffle(given)
         new = [row for row in given if keeps(json.loads(row["messages"])[-1]["content"])]
@@ -153,23 +151,13 @@ def prompt_of(row: Row) -> Row:
     """The turns of a row up to the first question in the plain shape; rows may have any of the usual ones.
 
     Raises:
-        UnusableRow: No question, or see `distill.data.messages.row_chat`.
+        UnusableRow: No question, or see `decode.incoming.row_chat`.
     """
-    name = next((name for name in ASKED if row.get(name)), "prompt")
-    asked = row.get(name)
-    if name == "instruction":
-        asked = "\n\n".join(str(part) for part in (asked, row.get("input")) if part)
-    elif isinstance(asked, list) and isinstance(asked[0], str):
-        asked = asked[0]
-    read = OTHER_TEXTS if name in ASKED[:2] else ["input"] * (name == "instruction")
-    return plain_chat(row, turns_of(asked, "user"), read, _up_to_question)
-
-
-def _up_to_question(messages: Messages, note: str = "") -> Messages:
+    messages, variables, note = asked_chat(row)
     asked = next((place for place, turn in enumerate(messages, 1) if turn["role"] == "user"), 0)
     if not asked:
         raise UnusableRow("without a prompt", note)
-    return [{"role": turn["role"], "content": turn["content"].strip()} for turn in messages[:asked]]
+    return plain_chat([turn | {"content": turn["content"].strip()} for turn in messages[:asked]], variables, note)
 
 
 # -- what the target writes -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Rows of the three splits, from wherever the settings point, in one of three plain shapes.
 
 A row is a pair (``prompt``, ``response``), a chat (``messages``) or a ``text``, each with its ``number`` in the source,
-from 1. What other columns say of a pair or a chat is in ``messages`` and ``variables`` (see `distill.data.messages`).
+from 1. What other columns say of a pair or a chat is in ``messages`` and ``variables`` (see `decode.incoming`).
 Rows that do not fit are left out, counted and named. Splits that a source lacks are taken from its training rows by a
 hash of the prompt of a pair, of a whole chat or of a text, so they depend neither on the seed nor on the order, and
 equal rows stay together.
@@ -9,15 +9,14 @@ equal rows stay together.
 
 import hashlib
 import json
+import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -25,38 +24,36 @@ from datasets import Dataset, Features, Value
 
 from decode.errors import UserError
 from decode.files import Fields
-from decode.incoming import DROPPED, columnar_rows, is_whole
-from decode.measure.arithmetic import problems
-from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
-from distill.config.data import DataSettings
-from distill.data.messages import (
+from decode.incoming import (
+    ASKED,
     CHANGES,
     EXCLUDED,
     OTHER_TEXTS,
+    LeftOut,
     Messages,
     UnusableRow,
+    columnar_rows,
     is_learned,
+    messages_of,
     row_chat,
+    sentences,
     speaker,
     up_to_answer,
+    usable,
 )
+from decode.measure.arithmetic import problems
+from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub
+from distill.config.data import DataSettings
 from distill.data.tables import mapped_table
-from distill.kept import Keys
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """Names of the splits on the Hub."""
-TEMPLATES = (
-    ("{prompt}", "{response}"),
-    ("{prompt}", "{completion}"),
-    ("{prompt}", "{chosen}"),
-    ("{question}\n", "{answer}"),
-    ("{input}\n", "{output}"),
-)
-"""Prompt and response of rows with these columns, where no other template is given."""
-CHAT_COLUMNS = "messages", "conversations", "prompt", "chosen", "completion", "preferred_output"
+QUESTIONS = "instruction", "prompt", "question", "input"
 ANSWERS = "chosen", "completion", "preferred_output", "response", "output", "answer"
-"""Columns in which the answer to the chat of another column may stand, as messages or as a text."""
+"""Columns in which an answer may stand, as messages or as a text, behind the chat or the text of `QUESTIONS`."""
+COLUMN = re.compile(r"{{|}}|{([^{}]+)}")
+"""What a template of the settings has in braces: a column, or a brace that is doubled."""
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
 """Column by which rows of each kind are dealt to the splits."""
@@ -67,8 +64,6 @@ PLAIN = Features(
 """Columns of plain rows, empty where a shape has none. ``messages``, and ``variables`` of the chat template such as
 ``tools``, are JSON in the order of the row, whose values need not agree in types from row to row."""
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
-LeftOut = list[tuple[str, int, str]]
-"""Rows that are not used as they are: reason, number, and what is particular to each."""
 
 
 @dataclass
@@ -93,14 +88,6 @@ def plain_rows(rows: Sequence[Row]) -> Dataset:
     return Dataset.from_dict({name: [row.get(name, "") for row in rows] for name in PLAIN}, features=PLAIN)
 
 
-def sentences(split: str, left_out: LeftOut) -> list[str]:
-    """One sentence for each reason why rows of a split are left out: how many it concerns, and the first of them."""
-    counts, first = Counter(reason for reason, _, _ in left_out), dict[str, str]()
-    for reason, number, detail in sorted(left_out):
-        first.setdefault(reason, f"row {number}: {detail}".removesuffix(": "))
-    return [f"{split}: {count} row{'s' * (count > 1)} {reason} ({first[reason]})" for reason, count in counts.items()]
-
-
 def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
     """The rows of train, validation and test; no row of a later split, nor the prompt of a pair, is in an earlier one.
 
@@ -117,27 +104,13 @@ def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
     if unread := [name for row in first[:1] for name in row if name not in {*columns, *CHANGES}]:
         rows.notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
     for split in SPLITS:
-        left_out = LeftOut()
-        plain = shaped(chain(first if split == "train" else (), raw.pop(split, ())), shape, left_out)
+        left_out, empty = LeftOut(), dict.fromkeys(PLAIN, "")
+        read = usable(chain(first if split == "train" else (), raw.pop(split, ())), left_out, shape)
+        plain = (empty | row | {"number": number} for number, row in read)
         rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, plain)
         rows.tell(split, left_out)
     _divide(rows)
     return rows
-
-
-def shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Row]:
-    """The rows of a split in their plain shape; those that do not fit are noted."""
-    empty = dict.fromkeys(PLAIN, "")
-    for number, row in enumerate(rows, 1):
-        try:
-            plain = shape(row)
-        except UnusableRow as error:
-            left_out.append((f"{error.reason} dropped", number, error.detail))
-            continue
-        if is_whole(plain):
-            yield empty | plain | {"number": number}
-        else:
-            left_out.append((DROPPED, number, ""))
 
 
 def _divide(rows: SourceRows) -> None:
@@ -146,18 +119,17 @@ def _divide(rows: SourceRows) -> None:
     What keeps rows in one split is compared by hashes: see `KEYS`.
     """
     kept, kind = rows.splits, rows.kind
-    keys = {split: _hashes(kept[split], kind) for split in SPLITS}
     if empty := [split for split in SPLITS if not len(kept[split])]:
-        names = np.array([held_out(key, HELD_OUT) for key in _keys(kept["train"], kind)], "U10")
+        given = kept["train"]
+        names = np.array([held_out(key, HELD_OUT) for key in _keys(given, kind)], "U10")
         names[~np.isin(names, empty)] = "train"
-        given, its_keys = kept["train"], keys["train"]
-        for split in (*empty, "train"):
-            chosen = np.flatnonzero(names == split)
-            kept[split], keys[split] = given.select(chosen), its_keys[chosen]
+        kept |= {split: given.select(np.flatnonzero(names == split)) for split in (*empty, "train")}
     later = np.zeros(0, np.uint64)
     for split in reversed(SPLITS) if kind != "text" else ():
-        new = ~np.isin(keys[split], later)
-        later = np.concatenate([later, keys[split]])
+        digests = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in _keys(kept[split], kind))
+        keys = np.frombuffer(b"".join(digests), np.uint64)
+        new = ~np.isin(keys, later)
+        later = np.concatenate([later, keys])
         if not new.all():
             lost = kept[split].select(np.flatnonzero(~new))["number"]
             rows.tell(split, [("in a later split too dropped", row, "") for row in lost])
@@ -171,37 +143,37 @@ def _keys(rows: Dataset, kind: str) -> Iterator[str]:
         yield json.dumps(json.loads(key), ensure_ascii=False, sort_keys=True) if kind == "chat" else key
 
 
-def _hashes(rows: Dataset, kind: str) -> Keys:
-    texts = (key.encode() for key in _keys(rows, kind))
-    return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), np.uint64)
-
-
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Sequence[str]]:
     """The kind of rows like these, the function that brings one into its plain shape, and the columns that it reads."""
     templates, columns = settings.templates(), list(dict.fromkeys(chain.from_iterable(rows)))
-    preset = PRESETS.get(settings.source)
+    preset = _formatted(*templates) if templates else PRESETS.get(settings.source)
     if preset is not None and not {*preset.columns} <= {*columns}:
+        if templates:
+            raise UserError(
+                f"data: the templates {templates} need the columns {', '.join(preset.columns)}, and the rows have "
+                f"{', '.join(columns)}: correct data.prompt_template and data.response_template"
+            )
         preset = None  # files that are not like it
-    chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows) and name != "history"]
-    messages = [name for name in CHAT_COLUMNS if name in (columns if name in CHAT_COLUMNS[:2] else chats)]
-    if messages and not templates and (preset is None or preset.kind == "chat"):
-        return "chat", partial(_chat, messages[0]), [messages[0], "prompt", *ANSWERS]
-    usual: Sequence[Preset | tuple[str, str]] = [PRESETS["alpaca"], *TEMPLATES]
-    named = [templates] if templates else [preset] if preset else []
-    for given in named or usual:
-        needed, shape = _pairs(given, not named)
-        if {*needed} <= {*columns}.difference(() if named else chats):
-            return "pairs", shape, columns if given is preset else needed
-    if templates:
-        raise UserError(
-            f"data: the templates {templates} need the columns {', '.join(needed)}, and the rows have "
-            f"{', '.join(columns)}: correct data.prompt_template and data.response_template"
-        )
-    if len(chats) == 1:
-        return "chat", partial(_chat, chats[0]), [*chats, *ANSWERS]
+    chats = [
+        name for name in columns
+        if name in ASKED[:2] or (name != "history" and any(messages_of(row.get(name)) for row in rows))
+    ]  # fmt: skip
+    usual = [name for name in (*ASKED, *ANSWERS) if name in chats]
+    if preset and preset.prompt_template:
+        return "pairs", partial(_pair, preset, OTHER_TEXTS), preset.columns if templates else columns
+    asked, answer = (next((n for n in names if n in columns), "") for names in (QUESTIONS, ANSWERS))
+    if asked and answer and not usual:
+        preset = _formatted(f"{{{asked}}}{'' if asked == 'prompt' else chr(10)}", f"{{{answer}}}")
+        if asked == "instruction":
+            alpaca = PRESETS["alpaca"]
+            preset = replace(alpaca, columns=preset.columns, response_template=preset.response_template)
+        return "pairs", partial(_pair, preset, ["input"] * (asked == "instruction")), preset.columns
+    if usual or len(chats) == 1:
+        column = (usual or chats)[0]
+        return "chat", partial(_chat, column), [column, "prompt", *ANSWERS]
     if "text" in columns:
         return "text", _text, ["text"]
     raise UserError(
@@ -210,12 +182,23 @@ def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Seq
     )
 
 
+def _formatted(*templates: str) -> Preset:
+    """Templates of the settings, in which columns stand in braces, as those of a preset."""
+    columns = [name for name in dict.fromkeys(COLUMN.findall("".join(templates))) if name]
+    prompt, response = (
+        COLUMN.sub(lambda found: f"{{{{ columns[{found[1]!r}] if {bool(found[1])} else {found[0][0]!r} }}}}", text)
+        for text in templates
+    )
+    return Preset(columns, prompt, response)
+
+
 def _chat(column: str, row: Row) -> Row:
     """A chat whose answer may stand in another column, as in TRL's, LLaMA-Factory's and OpenAI's preferences."""
     if isinstance(given := row.get("input"), dict):  # OpenAI's
         row = {"prompt": given.get("messages")} | given | row
     place = column if column in ANSWERS else next((name for name in ANSWERS if row.get(name)), "")
-    begun, answer = row.get("prompt" if place == column else column), turns_of(row.get(place), "assistant")
+    begun = next((row[name] for name in QUESTIONS if row.get(name)), None) if place == column else row.get(column)
+    answer = turns_of(row.get(place), "assistant")
     turns: Any = turns_of(begun, "user") if answer else begun
     if answer and speaker(answer[0]) != "assistant":  # the whole chat
         turns = answer
@@ -223,7 +206,7 @@ def _chat(column: str, row: Row) -> Row:
         turns = turns + answer
     elif answer and (column == "prompt" or not isinstance(row[place], str)):
         raise UnusableRow(f"whose {place} follows an answer in their {column}")
-    return plain_chat(row, turns, {column, place, *OTHER_TEXTS})
+    return _learned(row, turns, {column, place, *OTHER_TEXTS})
 
 
 def turns_of(value: Any, role: str) -> list[Any]:
@@ -232,19 +215,15 @@ def turns_of(value: Any, role: str) -> list[Any]:
     return turns or [{"role": role, "content": value}] * (isinstance(value, str) and value != "")
 
 
-def plain_chat(
-    row: Row, turns: Any, read: Collection[str], part: Callable[[Messages, str], Messages] = up_to_answer
-) -> Row:
-    """A part of a chat in the plain shape, with what other columns than those ``read`` say of it.
-
-    Raises:
-        UnusableRow: See `distill.data.messages.row_chat`; or no such part.
-    """
+def _learned(row: Row, turns: Any, read: Collection[str]) -> Row:
     messages, variables, note = row_chat(row, turns, read)
+    return plain_chat(up_to_answer(messages, note), variables, note)
+
+
+def plain_chat(messages: Messages, variables: Fields, note: str) -> Row:
+    """A chat in the plain shape, see `decode.incoming.row_chat`."""
     write = partial(json.dumps, ensure_ascii=False, default=str)
-    return {
-        "messages": write(part(messages, note)), "variables": write(variables) if variables else "", "note": note
-    }  # fmt: skip
+    return {"messages": write(messages), "variables": write(variables) if variables else "", "note": note}
 
 
 def _text(row: Row) -> Row:
@@ -255,43 +234,22 @@ def _text(row: Row) -> Row:
     return {"text": row["text"]}
 
 
-def _pairs(source: Preset | tuple[str, str], guessed: bool) -> tuple[Sequence[str], Shape]:
-    """The columns that a preset, or two format strings, need, and the shape of a prompt and its response.
-
-    Where these were ``guessed`` by the columns, a row with a text that they leave out is refused.
-    """
-    templates: Fields
-    if isinstance(source, Preset):
-        columns, readable = source.columns, None
-        templates = {"prompt": source.prompt, "response": source.response, "said": source.said}
-    else:
-        try:
-            names = [name for template in source for _, name, _, _ in Formatter().parse(template)]
-        except ValueError as error:
-            raise UserError(f"data: a template cannot be read: {error}; write {{{{ and }}}} for a brace") from error
-        columns, readable = [name for name in dict.fromkeys(names) if name and name.isidentifier()], (str, int, float)
-        templates = {"prompt": source[0].format_map, "response": source[1].format_map}
-
-    read = {*columns, *(["input"] * ("instruction" in columns) if guessed else OTHER_TEXTS)}
-
-    def shape(row: Row) -> Row:
-        for column in columns:
-            if (value := row.get(column)) is None or value != value:  # NaN, a missing value of pandas
-                raise UnusableRow(f"without the column {column}")
-            if readable and not isinstance(value, readable):
-                raise UnusableRow(f"whose column {column} is a {type(value).__name__}, not a text")
-        try:
-            texts = {name: template(row) for name, template in templates.items()}
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UnusableRow("that do not fit the template", f"{type(error).__name__} {error}") from error
-        for name in ("response", "prompt"):
-            if not texts[name].strip():
-                raise UnusableRow(f"without a {name}")
-        said = {"user": texts.pop("said", "") or texts["prompt"], "assistant": texts["response"]}
-        turns = [{"role": role, "content": text.strip()} for role, text in said.items()]  # templates separate them
-        return texts | plain_chat(row, turns, read)
-
-    return columns, shape
+def _pair(preset: Preset, others: Sequence[str], row: Row) -> Row:
+    """A prompt and its response, which templates write of a row that may have ``others`` of `CHANGES`."""
+    for column in preset.columns:
+        if (value := row.get(column)) is None or value != value:  # NaN, a missing value of pandas
+            raise UnusableRow(f"without the column {column}")
+    try:
+        texts = {"prompt": preset.prompt(row), "response": preset.response(row)}
+        said = preset.said(row) or texts["prompt"]
+    except ValueError as error:
+        raise UnusableRow("that do not fit the template", str(error)) from error
+    for name in ("response", "prompt"):
+        if not texts[name].strip():
+            raise UnusableRow(f"without a {name}")
+    said_by = {"user": said, "assistant": texts["response"]}
+    turns = [{"role": role, "content": text.strip()} for role, text in said_by.items()]  # templates separate them
+    return texts | _learned(row, turns, {*preset.columns, *others})
 
 
 # -- files and the Hub ------------------------------------------------------------------------------------------------
@@ -363,7 +321,7 @@ def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[
                 splits[split] = columnar_rows(rows.with_format("arrow").iter(1000))
         if "train" not in splits:
             raise ValueError(f"none of its splits {', '.join(loaded)} is named train")
-    except (OSError, ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise UserError(
             f"data.source {settings.source!r} cannot be read: {' '.join(str(error).split())} (data.files; `hf download "
             f"{name} --repo-type dataset --local-dir DIR` fetches its files). A source is a preset "

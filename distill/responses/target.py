@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.incoming import REASONING, UnusableRow, learned_turns
 from decode.measure.suites import Row
 from decode.models.open import files_of, stop_ids
-from decode.models.tokens import REASONING, end_token, plain_ids
+from decode.models.tokens import end_token, plain_ids
 from decode.options import in_turn
 from decode.progress import working
 from decode.writing import GROUP
@@ -27,7 +28,6 @@ from distill import ranks
 from distill.data.chat import IGNORE, ChatFormat, Ids, prompt_part
 from distill.data.corpus import COLUMNS
 from distill.data.dataset import Examples
-from distill.data.messages import UnusableRow
 from distill.data.tables import mapped_table
 from distill.data.writing import Check, Job, Write, first_checked, keep_texts, written_here
 from distill.files import files_state, fingerprint, remove
@@ -235,10 +235,7 @@ class Conversations:
         learned = {"input_ids": row["input_ids"] + answer, "labels": row["labels"] + answer}
         example, number = row | learned | {"finished": True}, row["number"] + self.count
         messages, variables = json.loads(row["chat"] or "[[], {}]")
-        places = [
-            place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("train", True)
-        ]
-        place, *later = places[row["number"] // self.count :] or [0]
+        place, *later = learned_turns(messages)[row["number"] // self.count :] or [0]
         if not later or self.chat is None:
             return [example], ""
         tokenizer = self.chat.tokenizer

@@ -47,10 +47,13 @@ def test_rows_with_half_a_character_are_dropped_and_counted(tmp_path: Path, caps
     joined = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass") for text in texts]
     kept = [text for text in joined if text == whole(text)]
     assert len(kept) < len(texts) - 30
-    assert [prompt.text for prompt in load_suite(str(tmp_path / "s.jsonl")).prompts] == kept
+    asked = [text for text in kept if text.strip()]
+    assert [prompt.text for prompt in load_suite(str(tmp_path / "s.jsonl")).prompts] == asked
     assert list(read_texts(tmp_path / "s.jsonl")) == kept
     said = f": {len(texts) - len(kept)} rows with a lone surrogate dropped (row 1)\n"
-    assert capsys.readouterr().err == f"suite prompts{said}{tmp_path}/s.jsonl{said}"
+    told, blank = capsys.readouterr().err, f": {len(kept) - len(asked)} rows with an empty user's turn dropped"
+    assert told.startswith(f"suite prompts{said}suite prompts{blank}")
+    assert told.endswith(f"{tmp_path}/s.jsonl{said}")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])

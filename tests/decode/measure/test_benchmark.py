@@ -259,6 +259,16 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
     assert len(plain.items(suite)) == 2
     assert "of 1 prompts the first turn alone is asked" in plain.notes["chat"]
     assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
+    tokenizer.chat_template = "{{ mood }}" + tokenizer.chat_template
+    own = Suite(
+        "own", [Prompt("c/2", "Hi", None), Prompt("c/3", "Hi", None, system="S", variables={"mood": "good"})], None
+    )
+    assert [tokenizer.decode(item.ids) for item in session.items(own)] == [
+        "[user]Hi\n[assistant]",
+        "good[system]S\n[user]Hi\n[assistant]",
+    ]
+    assert len(plain.items(own)) == 1
+    assert plain.notes["own"].startswith("1 prompts are left out, whose system message or variables need a chat")
     said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]
     assert second.ids == chat_ids(tokenizer, [{"role": role, "content": text} for role, text in said])
 

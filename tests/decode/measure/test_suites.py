@@ -2,15 +2,19 @@
 
 import gzip
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from decode.commands.checks import open_suites
 from decode.commands.settings import ProfileSettings
 from decode.errors import UserError
+from decode.incoming import ASKED
 from decode.measure.suites import PRESETS, SCORERS, final_number, held_out, iter_rows, load_suite
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
@@ -86,6 +90,44 @@ def test_a_path_alone_gives_other_prompts(tmp_path):
         assert [suite.name for suite in open_suites(settings, chat=chat)] == settings.suite == [name]
 
 
+TOOL = {"name": "sky", "parameters": {"type": "object"}}
+WHY, SKY = {"role": "user", "content": "Why?"}, {"role": "assistant", "tool_calls": [{"function": TOOL}]}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_row_of_prompts_keeps_what_it_says_or_is_refused(tmp_path, capsys, ending):
+    """Also a column of maps, as Spark writes one."""
+    path = tmp_path / f"mine.{ending}"
+    rows = [
+        {"prompt": "Why?", "system": "S", "history": [["a", "b"]], "functions": [TOOL]},
+        {"messages": [{"role": "system", "content": "S"}, WHY]},
+        {"question": "Why?", "chat_template_kwargs": {"mood": "good"}},
+        {"question": "Why?", "context": "Rain."},
+        {"prompt": "Why?", "images": ["a.png"]},
+        {"messages": [WHY, SKY, {"role": "tool", "content": "sun"}]},
+    ]
+    write(path, rows)
+    if ending == "parquet":
+        kinds = pyarrow.map_(pyarrow.string(), pyarrow.string())
+        maps = pyarrow.array([list(row.get("chat_template_kwargs", {}).items()) for row in rows], kinds)
+        columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
+        pyarrow.parquet.write_table(pyarrow.table(columns | {"chat_template_kwargs": maps}), path)
+    many, opened, moody = load_suite(str(path)).prompts
+    assert (many.said, many.system) == (("a", "Why?"), "S")
+    assert many.variables == {"tools": [{"type": "function", "function": TOOL}]}
+    assert (opened.said, opened.system, opened.variables) == (("Why?",), "S", {})
+    assert (moody.said, moody.system, moody.variables) == (("Why?",), "", {"mood": "good"})
+    notes = capsys.readouterr().err.splitlines()
+    assert [re.search(r"1 row (.*) dropped \(row (\d)", note).groups() for note in notes] == [
+        ("whose context would change the text and is not read", "4"),
+        ("whose images would change the text and is not read", "5"),
+        ("whose prompt is neither a text nor a user's turns in " + ", ".join(ASKED), "6"),
+    ]
+    path = write(tmp_path / "gsm8k.jsonl", [{"question": "Why?", "answer": "So.", "system": "S", "context": "Rain."}])
+    (only,) = load_suite(f"gsm8k={path}").prompts
+    assert (only.system, only.turns) == ("S", ())
+
+
 PUBLISHED = {  # a row with the published columns, and the prompt's id, first words, category and turns
     "mt_bench": (
         {"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "reference": ["a", "b"]},
@@ -127,14 +169,15 @@ def test_rows_without_prompts_are_refused_with_what_is_needed(tmp_path):
     path = tmp_path / "mine.jsonl"
     write(path, [{"id": 1, "query": "Who?"}])
     for name in ("prompts", "mt_bench"):
-        with pytest.raises(UserError, match=r"rows with id, query .* a text, or several, in messages, turns, prompt"):
+        with pytest.raises(
+            UserError, match=r"rows with id, query .* whose prompt is .* in messages, conversations, turns"
+        ):
             load_suite(f"{name}={path}")
     with pytest.raises(UserError, match=r"rows with id, query that are not .* which need question, answer"):
         load_suite(f"gsm8k={path}")
     strange = {
         "speed_bench": {"category": "qa", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]},
         "prompts": {"turns": [1]},
-        "ultrachat": {"messages": [{"from": "human", "value": "Hi"}]},
         "mmlu": {"question": "?", "choices": list("abcde"), "answer": 1},
     }
     for name, row in strange.items():

@@ -227,7 +227,7 @@ OUTSIDE = json.dumps({"weight_map": {"x": "../model.safetensors"}}).encode()
         ),
         (
             {"model.safetensors": None, "adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS},
-            "an adapter: merge it .*merge_and_unload.* give the merged folder",
+            "holds adapter_config.json: .*an adapter is not read: merge it .*merge_and_unload",
         ),
         (
             {"adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS},

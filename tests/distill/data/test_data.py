@@ -146,7 +146,10 @@ def test_the_usual_columns_are_known(row: dict[str, Any]) -> None:
     ("row", "said"),
     [
         ({"title": "a", "body": "b"}, r"columns 'title', 'body'.*--data.prompt_template '{COLUMN}'"),
-        ({"question": ["a", "b"], "answer": "c"}, "20 rows whose column question is a list, not a text dropped"),
+        (
+            {"question": ["a", "b"], "answer": "c"},
+            r"20 rows that do not fit the template dropped \(row 1: a list where a text is expected",
+        ),
     ],
 )
 def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path, row, said: str) -> None:

@@ -12,12 +12,12 @@ from tiny_run import STAGES, Killed, bench, given, tiny_settings
 from tokenizers_of_kinds import with_start
 
 from decode.errors import UserError
+from decode.incoming import UnusableRow
 from distill.config.data import DataSettings, PromptSettings
 from distill.config.teacher import ResponseSettings
 from distill.data import prompts as prompts_module
 from distill.data import writing
 from distill.data.chat import ChatFormat
-from distill.data.messages import UnusableRow
 from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_rows, user_turn
 from distill.responses.target import answered_texts
 from distill.run import Run
@@ -147,7 +147,8 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
         ({"turns": ["Why?", "And then?"]}, "Why?"),
         ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, "Why?"),
         ({"messages": [{"role": "assistant", "content": "So."}]}, None),
-        ({"text": "Why?"}, None),
+        ({"text": "Why?"}, "Why?"),
+        ({"other": "Why?"}, None),
         ({"question": "Why?", "context": "Rain."}, None),
     ],
 )

@@ -12,9 +12,12 @@ from some_rows import spans
 from tokenizers_of_kinds import with_start
 
 from decode.errors import UserError
+from decode.incoming import UnusableRow, row_chat
+from decode.models.tokens import ARGUMENTS
 from distill.config.data import DataSettings
-from distill.data.chat import prompt_part
+from distill.data.chat import ChatFormat, prompt_part
 from distill.data.corpus import Corpus, load_corpus
+from distill.data.sources import plain_chat
 
 TEMPLATE = (
     "{% if mood is defined %}<mood>{{ mood }}{% endif %}"
@@ -179,6 +182,9 @@ CALLING = {"messages": [SKY, call({"b": 1, "a": 2})], "tools": TOOLS}
         ),
         ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, {"messages": [ASK, SAY]}),
         ({"messages": [ASK, SAY], "chosen": [ASK, SAY], "answer": "x"}, {"messages": [ASK, SAY]}),
+        ({"question": "Why #?", "response": "So #.", "system_prompt": "S"}, {"messages": [says("system", "S"), ASK, SAY]}),
+        ({"instruction": "Why", "input": "#?", "response": "So #."}, {"messages": [says("user", "Why\n\n#?"), SAY]}),
+        ({"messages": [ASK, SAY], "chat_template_kwargs": {"tools": TOOL}}, {"messages": [ASK, SAY], "tools": TOOLS}),
         ({"prompt": "Why #?", "completion": "So #.", "tools": json.dumps([TOOL])}, {"messages": [ASK, SAY], "tools": TOOLS}),
         ({"messages": [ASK, SAY], "functions": [TOOL | {"parameters": json.dumps(TOOL["parameters"])}]}, {"messages": [ASK, SAY], "tools": TOOLS}),
         ({"messages": [SKY, call('{"b": 1, "a": 2}')], "tools": TOOLS}, CALLING),
@@ -228,6 +234,8 @@ def test_a_turn_that_is_not_learned_stays_in_the_prompt(tmp_path: Path, key: dic
         ({"prompt": "Why #?", "completion": "So.", "label": False}, "that are not to be learned, as a key of theirs says"),
         ({"question": "Why #?", "answer": "So.", "reasoning": "Rain."}, "whose reasoning would change the text"),
         ({"messages": [ASK, SAY], "chat_template_kwargs": ["x"]}, "whose chat_template_kwargs are no variables"),
+        ({"messages": [ASK, SAY], "chat_template_kwargs": {"tokenize": True}}, "that the chat template refuses .*tokenize: not a var"),
+        ({"messages": [ASK, SAY], "chat_template_kwargs": {"tools": ["sky"]}}, "whose tools are no descriptions"),
         ({"messages": [ASK, SAY], "tools": "sky"}, "whose tools is no JSON"),
         ({"prompt": "Why #?", "completion": "So.", "history": ["a", "bc"]}, "whose history is no list of turns"),
         ({"prompt": [*OLD], "completion": [SAY]}, "whose completion follows an answer in their prompt"),
@@ -239,6 +247,31 @@ def test_what_would_change_an_example_and_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=rf"\d+ rows {reason}"):
         made_of(tmp_path, row)
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_no_row_sets_how_its_template_is_called(name: str) -> None:
+    """Also where transformers has a new argument."""
+    tokenizer = with_start()
+    tokenizer.chat_template = TEMPLATE
+    variables = json.loads(plain_chat(*row_chat({"chat_template_kwargs": {name: None}}, [ASK], ()))["variables"])
+    with pytest.raises(UnusableRow, match=f"{name}: not a variable of the chat template"):
+        ChatFormat(tokenizer, template_args=variables).ask([ASK])
+
+
+def test_tools_that_the_template_does_not_write_drop_the_row(tmp_path: Path) -> None:
+    row, template = {"messages": [ASK, SAY], "tools": TOOLS}, TEMPLATE.replace("{{ t | tojson }}", "")
+    assert len(told(made_of(tmp_path, row | {"tools": []}, chat_template=template))) == 40
+    with pytest.raises(UserError, match=r"\d+ rows that the chat template refuses .* does not write the tools"):
+        made_of(tmp_path, row, chat_template=template)
+
+
+def test_templates_of_the_settings_name_columns_in_braces(tmp_path: Path) -> None:
+    row = {"the question": "Why {#}?", "a": "{{ So }} #."}
+    made = made_of(tmp_path, row, prompt_template="{{{the question}}} ", response_template="{a}}}", chat=False)
+    assert told(made)[0] == ("<s> {Why {0}?} ", ["{{ So }} 0.}</s>"])
+    with pytest.raises(UserError, match="need the columns the question, b, and the rows have the question, a"):
+        made_of(tmp_path, row, prompt_template="{the question}", response_template="{b}")
 
 
 def test_a_pair_of_plain_text_has_no_place_for_other_columns_and_templates_may_leave_texts_out(tmp_path: Path) -> None:

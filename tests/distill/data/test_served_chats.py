@@ -11,12 +11,12 @@ from tokenizers import AddedToken
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 
 from decode.errors import UserError
+from decode.incoming import UnusableRow, read_messages
 from decode.models.tokens import chat_ids, plain_ids, start_ids, turn_end
 from distill.config.data import DataSettings
 from distill.data import chat as chat_module
 from distill.data.chat import IGNORE, ChatFormat, Written, chat_turns, label, rendered_ids
 from distill.data.corpus import Corpus, load_corpus
-from distill.data.messages import UnusableRow, read_messages
 
 MARKERS = "<eos> <start_of_turn> <end_of_turn> <|im_start|> <|im_end|> <|user|> <|assistant|> <|end|>"
 TEMPLATES = {
