@@ -362,8 +362,10 @@ def read_messages(value: Any) -> tuple[Messages, str]:
 
 
 def _call(value: Any) -> Fields:
-    call = _function(value, NAMELESS)
-    arguments = parsed(call["function"].get("arguments"), "with tool arguments that are no JSON")
+    call, why = _function(value, NAMELESS), "with tool arguments that are no object"
+    arguments = parsed(call["function"].get("arguments") or {}, why) or {}  # a call without any
+    if not isinstance(arguments, dict):
+        raise UnusableRow(why)
     return call | {"function": call["function"] | {"arguments": arguments}}
 
 

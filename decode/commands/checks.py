@@ -75,7 +75,7 @@ def use_chat(
     if used:
         check_template(tokenizer, chat.system)
     if tell:
-        shape = f"in the chat template (--chat false: none), system {chat.system!r}, template_args {chat.template_args}"
+        shape = f"in the chat template (--chat false: none), system {chat.system!r}, template_args {chat.args()}"
         print(f"prompts are {shape if used else 'plain text'}", file=sys.stderr)
     return chat if used else None
 

@@ -70,7 +70,9 @@ def cell(row: Row, key: str) -> str:
         return f"{text} ?"
     if finite(error):
         return f"{text} ± {error:{column.format.removeprefix('+')}}"
-    return f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if error else text
+    return (
+        f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if isinstance(error, list | tuple) else text
+    )
 
 
 def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:

@@ -398,9 +398,9 @@ NEUTRAL: Fields = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty":
 UNSUPPORTED: dict[Any, tuple[str, ...]] = {
     1: ("num_beams", "typical_p", "top_h", "encoder_repetition_penalty", "guidance_scale"),
     0: ("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_length", "min_new_tokens",
-        "encoder_no_repeat_ngram_size"),
+        "encoder_no_repeat_ngram_size", "token_healing"),
     None: ("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
-           "sequence_bias", "watermarking_config", "stop_strings"),
+           "sequence_bias", "watermarking_config", "stop_strings", "dola_layers"),
 }  # fmt: skip
 """Fields that change the texts of `generate` and are not followed here, by their neutral value besides None."""
 

@@ -331,7 +331,7 @@ def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message
     answer = ended or answer.rstrip()
     written = Written(answer)
     for call in calls:
-        values = call["arguments"].values() if isinstance(call["arguments"], dict) else ()
+        values = call["arguments"].values()
         if not all(written.holds(text, in_order=False) for text in (call["name"], *values) if isinstance(text, str)):
             raise UnusableRow("with tool calls that the chat template does not write")
     return Turn(prompt, answer, (thought, content)), note

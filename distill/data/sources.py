@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from glob import glob
 from itertools import chain, islice
@@ -220,9 +221,16 @@ def _learned(row: Row, turns: Any, read: Collection[str]) -> Row:
     return plain_chat(up_to_answer(messages, note), variables, note)
 
 
+def _number(value: Any) -> int | float | str:
+    """A value of a table that JSON does not have: decimals are numbers, others text."""
+    if not isinstance(value, Decimal):
+        return str(value)
+    return int(value) if value == value.to_integral_value() else float(value)
+
+
 def plain_chat(messages: Messages, variables: Fields, note: str) -> Row:
     """A chat in the plain shape, see `decode.incoming.row_chat`."""
-    write = partial(json.dumps, ensure_ascii=False, default=str)
+    write = partial(json.dumps, ensure_ascii=False, default=_number)
     return {"messages": write(messages), "variables": write(variables) if variables else "", "note": note}
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import lightning as L
 import torch
@@ -143,7 +144,10 @@ def fit(
         training, those before an interruption included as far as checkpoints know; and the tokens read, with padding.
     """
     steps, model = module.steps, module.model
-    last = max(work.glob("last-*.ckpt"), key=saved_step, default=None)
+    saved = sorted(work.glob("last-*.ckpt"), key=saved_step)
+    last = next(filter(is_zipfile, reversed(saved)), None)  # a disk that fails may cut one short
+    if saved and last != saved[-1]:
+        console.print(f"  {saved[-1]} is not whole and is passed over", highlight=False)
     if last is not None:
         console.print(f"  continuing from step {saved_step(last)}", highlight=False)
     if isinstance(model, PreTrainedModel):

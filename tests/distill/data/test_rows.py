@@ -1,6 +1,7 @@
 """A row keeps what it says: in every format, in every layout of columns, and with every key that changes an example."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,8 @@ CALLING = {"messages": [SKY, call({"b": 1, "a": 2})], "tools": TOOLS}
         ({"prompt": "Why #?", "completion": "So #.", "tools": json.dumps([TOOL])}, {"messages": [ASK, SAY], "tools": TOOLS}),
         ({"messages": [ASK, SAY], "functions": [TOOL | {"parameters": json.dumps(TOOL["parameters"])}]}, {"messages": [ASK, SAY], "tools": TOOLS}),
         ({"messages": [SKY, call('{"b": 1, "a": 2}')], "tools": TOOLS}, CALLING),
+        ({"messages": [SKY, call(None)]}, {"messages": [SKY, call({})]}),
+        ({"messages": [SKY, call("")]}, {"messages": [SKY, call({})]}),
         ({"messages": [SKY, call(None) | {"tool_calls": [{"name": "sky", "arguments": {"b": 1, "a": 2}}]}], "tools": TOOLS}, CALLING),
         (
             {"conversations": [{"from": "human", "value": "Sky #?"}, {"from": "function_call", "value": '[{"name": "sky", "arguments": {"b": 1, "a": 2}}]'}], "tools": TOOLS},
@@ -201,6 +204,12 @@ def test_other_layouts_become_the_chat_that_they_mean(
     made = made_of(tmp_path, row)
     assert told(made) == told(made_of(tmp_path, chat))
     assert len(told(made)) == 40
+
+
+def test_a_decimal_of_a_table_is_a_number(tmp_path: Path) -> None:
+    rows = [{"messages": [numbered(SKY, n), call({"price": Decimal("1.5")})]} for n in range(40)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    assert {text for _, (text,) in told(corpus(tmp_path / "d.parquet"))} == {'<call>sky {"price": 1.5}</s>'}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +246,8 @@ def test_a_turn_that_is_not_learned_stays_in_the_prompt(tmp_path: Path, key: dic
         ({"messages": [ASK, SAY], "chat_template_kwargs": {"tokenize": True}}, "that the chat template refuses .*tokenize: not a var"),
         ({"messages": [ASK, SAY], "chat_template_kwargs": {"tools": ["sky"]}}, "whose tools are no descriptions"),
         ({"messages": [ASK, SAY], "tools": "sky"}, "whose tools is no JSON"),
+        ({"messages": [SKY, call('"{}"')]}, "with tool arguments that are no object"),
+        ({"messages": [SKY, call([1])]}, "with tool arguments that are no object"),
         ({"prompt": "Why #?", "completion": "So.", "history": ["a", "bc"]}, "whose history is no list of turns"),
         ({"prompt": [*OLD], "completion": [SAY]}, "whose completion follows an answer in their prompt"),
         ({"chosen": [SAY]}, "that begin with the assistant dropped .row 1: give a user's turn before"),

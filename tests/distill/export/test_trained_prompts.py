@@ -63,7 +63,7 @@ def asked(run: Run, monkeypatch: Any, capsys: Any, *more: str) -> tuple[list[lis
 
 @pytest.mark.parametrize(("kind", "template"), [("scratch", "thinking"), ("eagle3", None)])
 def test_every_command_asks_as_the_draft_was_trained(tmp_path, tiny, monkeypatch, capsys, kind, template) -> None:
-    shape = {"system": "Be brief", "template_args": {"enable_thinking": False}}
+    shape = {"system": "Be brief", "template_args": [{"enable_thinking": False}]}
     own = {} if template else {"chat_template": CHAT_TEMPLATES["thinking"], "chat": True}
     run = trained(tmp_path, tiny, kind, template, **shape, **own)
     prompt = Examples.of(run.corpus.train).prompt(0)
