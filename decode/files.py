@@ -124,9 +124,9 @@ def read_model_json(path: Path) -> Fields:
     return content
 
 
-def write_json(path: str | Path, content: Fields, indent: int = 2) -> None:
+def write_json(path: str | Path, content: Fields) -> None:
     """Write an object as a JSON file; raises as `write_safely` does."""
-    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager

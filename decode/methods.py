@@ -196,19 +196,14 @@ def _tree(inputs: MethodInputs) -> ModelDrafter:
     return drafter(cast(Any, inputs.draft), inputs.target, inputs.warp, **shape)
 
 
-def _rest(inputs: MethodInputs) -> Drafter:
-    assert inputs.datastore is not None
-    return RetrievalDrafter(Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer)))
+def _opened(store: Any, inputs: MethodInputs) -> Any:
+    """A store in the datastore's folder."""
+    return store(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer))
 
 
 def _adaptix(inputs: MethodInputs) -> Drafter:
-    assert inputs.datastore is not None
-    table, options = NgramTable(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer)), inputs.options
-    return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
-
-
-def _hybrid(inputs: MethodInputs, head: ModelDrafter, branch: int) -> Drafter:
-    return HybridDrafter(head, length=inputs.options.copy_length, branch=branch)
+    gain = TrigramDrafter.gain if inputs.options.adaptive else 0.0
+    return TrigramDrafter(_opened(NgramTable, inputs), searches=inputs.options.searches, gain=gain)
 
 
 @dataclass(frozen=True)
@@ -232,11 +227,15 @@ DRAFTERS = {
     "head-tree": Kind(_tree, ("eagle",), trees=True),
     "block": Kind(_chain, ("block",), **_priced),
     "block-tree": Kind(_tree, ("block",), trees=True),
-    "hybrid": Kind(lambda i: _hybrid(i, _chain(i), 0), ANY, samples=True),  # chains stay chains
-    "hybrid-tree": Kind(lambda i: _hybrid(i, _tree(i), i.options.copy_branch), ("eagle", "block"), trees=True),
+    "hybrid": Kind(lambda i: HybridDrafter(_chain(i), length=i.options.copy_length), ANY, samples=True),
+    "hybrid-tree": Kind(
+        lambda i: HybridDrafter(_tree(i), length=i.options.copy_length, branch=i.options.copy_branch),
+        ("eagle", "block"),
+        trees=True,
+    ),
     "prompt-lookup": Kind(lambda i: LookupDrafter(length=i.window(10))),
     "suffix": Kind(lambda i: SuffixDrafter()),
-    "rest": Kind(_rest, trees=True, store=True),
+    "rest": Kind(lambda i: RetrievalDrafter(_opened(Datastore, i)), trees=True, store=True),
     "adaptix": Kind(_adaptix, trees=True, store=True),
     "lookahead": Kind(lambda i: LookaheadDrafter(), trees=True),
     "early-exit": Kind(lambda i: EarlyExitDrafter(i.target, i.warp, i.exit_layer), itself=True, **_priced),
@@ -310,10 +309,7 @@ STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "entropy": lambda i: StopRule(i.window(20), negative_entropy, threshold=MeanOfRejected()),
     "cost-optimal": _cost_optimal,
 }
-PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
-    "probe": partial(_probed, kind="probe"),
-    "confidence-probe": partial(_probed, kind="confidence-probe"),
-}
+PROBE_STOPS = {kind: partial(_probed, kind=kind) for kind in PROBES}
 """Stop rules that need a folder of probes."""
 
 

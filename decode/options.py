@@ -202,8 +202,8 @@ class MethodOptions:
     """Limit each round's draft to the length with the highest expected tokens per second, and draft nothing where no
     length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft chains with
     a model or with the target's own layers; always on for cost-optimal. Costs are those that bench measures or that
-    draftsmith decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
-    that are read. In a batch, a sampled text then depends on the other texts of the batch."""
+    draftsmith decode profile --batch-sizes wrote into the draft's folder; without them, weights that are read are
+    counted. In a batch, a sampled text then depends on the other texts of the batch."""
     copy_length: PositiveInt = 10
     """Hybrid: maximum number of tokens copied after a match of four tokens or more of the text's end, in the text or
     the datastore (of two or more where the draft is unsure), and at most twice as many as matched."""

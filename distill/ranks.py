@@ -311,8 +311,7 @@ def check_seen(path: Path) -> None:
     """
     content = exchange(_content(path))[0]
     seen = soon(lambda: _content(path) == content)
-    folder = f"{path.parent.parent.absolute()} on {platform.node()}"
-    places = exchange((seen, folder))
+    places = exchange((seen, f"{path.parent.parent.absolute()} on {platform.node()}"))
     if blind := [f"process {number}: {where}" for number, (there, where) in enumerate(places) if not there]:
         raise UserError(
             f"{places[0][1]}, where process 0 works, is not seen alike by all processes ({', '.join(blind)}): give all "

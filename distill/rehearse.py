@@ -127,7 +127,7 @@ def shrink(settings: Settings, console: Console | None = None) -> Settings:
     data.tokenizer = data.tokenizer if tokenizer else None
     _shrink_data(small, console)
     tokenizer = tokenizer or load_corpus(data, seed=small.seed, folder=None).tokenizer
-    _shrink_model(small.target, folder / "models/target", tokenizer, console, width=64, layers=2)
+    _shrink_model(small.target, folder / "models/target", tokenizer, console, width=64, layers=4)
     _shrink_model(small.student, folder / "models/student", tokenizer, console, width=32, layers=1)
     small.trainer.accumulate = min(2, small.trainer.accumulate)
     if not torch.cuda.is_available():
@@ -172,7 +172,7 @@ def _shrink_data(small: Settings, console: Console) -> None:
 
 def _here(model: str, *, weights: bool = False) -> bool:
     """Whether a model, with its ``weights``, is on this machine; so is a path to nowhere, which the run refuses."""
-    if Path(model).exists() or model.startswith((".", "/", "~")):
+    if Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         return True
     try:
         with offline():

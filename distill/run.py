@@ -192,10 +192,11 @@ class Run:
         return max(self.trained, key=lambda name: self.best(name)[1]) if choose == "best" else choose
 
     def best(self, name: str) -> tuple[dict[str, float], float]:
-        """Return a draft's best validation, whose weights were kept, and its value: accepted length, or α."""
+        """Return a draft's best validation after step 0, whose weights it has, and its value: accepted length, or α."""
         student = self.settings.student
         by = "accepted_length" if student.draft.head or student.steps > 1 else "alpha"
-        judged = [(row, row.get(by, row["alpha"])) for row in self.draft_record(name).history if "alpha" in row]
+        history = (row for row in self.draft_record(name).history if "alpha" in row and row["step"])
+        judged = ((row, row.get(by, row["alpha"])) for row in history)
         return max(judged, key=lambda pair: pair[1], default=({}, 0.0))
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -352,8 +353,7 @@ class Run:
     @cached_property
     def served_folder(self) -> Path:
         """The folder of the target, before its stage too where that takes it as it is."""
-        model = self.settings.target.model
-        return located(str(model), weights=True) if self.as_it_is else self.target
+        return located(str(self.settings.target.model), weights=True) if self.as_it_is else self.target
 
     @cached_property
     def served_files(self) -> Any:

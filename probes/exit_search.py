@@ -41,12 +41,6 @@ def setting(
     return replace(shared, method=method, options=options, name=name)
 
 
-def all_settings(shared: BenchEntry, exits: Sequence[int]) -> list[BenchEntry]:
-    """Return all settings of all methods that are tried at these exits."""
-    settings = [setting(shared, "layerskip", e, k) for e, k in product(exits, LENGTHS)]
-    return settings + [setting(shared, m, e, WINDOW, t) for m, e, t in product(METHODS[1:], exits, THRESHOLDS)]
-
-
 def fastest(settings: Sequence[BenchEntry], rows: dict[str, Fields], count: int) -> list[BenchEntry]:
     """Return the fastest settings of each method by their rows; a stop rule is steered to the acceptance it had."""
     kept = list[BenchEntry]()
@@ -87,7 +81,9 @@ def best_settings(
     if len(exits) > EXITS:
         kept = narrowed([setting(shared, "layerskip", e, LENGTHS[1]) for e in exits], FEW, EXITS)
         exits = sorted(entry.options.exit_layer or 0 for entry in kept)
-    settings = narrowed(narrowed(all_settings(shared, exits), FEW, options.confirm), TRIED, 1)
+    every = [setting(shared, "layerskip", e, k) for e, k in product(exits, LENGTHS)]
+    every += [setting(shared, m, e, WINDOW, t) for m, e, t in product(METHODS[1:], exits, THRESHOLDS)]
+    settings = narrowed(narrowed(every, FEW, options.confirm), TRIED, 1)
     benchmark = Benchmark(session)
     rows = benchmark.run([test_suite(run.corpus, run.settings.data.source, options.bench_prompts)], settings)
     records = {name: record for (*_, name), record in benchmark.records.items()}

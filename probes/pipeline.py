@@ -141,8 +141,8 @@ def _log(logger: Logger, added: Fields) -> None:
     for row in added.get("probes", []):
         values = {f"{row['mode']}/{key}": row[key] for key in ("auroc", "brier", "ece") if row[key] is not None}
         logger.log_metrics(values, step=row["layer"])
-    fastest = [row for row in added.get("self_speculation", []) if row["speedup"] and not doubt(row)]
-    for row in fastest:
-        name = f"speedup/{'sampled' if row['temperature'] else 'greedy'}/{row['method']}"
-        logger.log_metrics({name: row["speedup"]}, step=0)
+    for row in added.get("self_speculation", []):
+        if row["speedup"] and not doubt(row):
+            name = f"speedup/{'sampled' if row['temperature'] else 'greedy'}/{row['method']}"
+            logger.log_metrics({name: row["speedup"]}, step=0)
     logger.save()

@@ -159,15 +159,16 @@ def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None
     try:
         costs, there = RoundCosts.from_dict(profile["round_costs"]), dict(profile["batch_size_conditions"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"the speculation_profile.json of {draft} is damaged ({why}); export the draft again"
+            f"the speculation_profile.json of {draft} is damaged ({type(error).__name__}: {error}); export it again"
         ) from error
     here = machine.describe(device)
     for key in machine.HARDWARE:
         if there.get(key) != here.get(key):
-            again = "measure them here with draftsmith decode profile --batch-sizes"
-            measured = f"they were measured on {there.get(key)}, not {here.get(key)}; {again}"
-            print(f"the costs in the profile of {draft} are not used: {measured}", file=sys.stderr)
+            print(
+                f"the costs in the profile of {draft} are not used: they were measured on {there.get(key)}, not "
+                f"{here.get(key)}; measure them here with draftsmith decode profile --batch-sizes",
+                file=sys.stderr,
+            )
             return None
     return costs

@@ -168,8 +168,7 @@ class Drafts:
         lengths = list(map(len, drafts))
         longest = max(lengths)
         filled = [draft.ids + [0] * (longest - n) for draft, n in zip(drafts, lengths)]
-        tokens = upload(filled, device).view(len(drafts), longest)
-        return cls(tokens, lengths, list(drafts) if trees else None)
+        return cls(upload(filled, device).view(len(drafts), longest), lengths, list(drafts) if trees else None)
 
     def to(self, device: torch.device) -> Drafts:
         """On a device."""

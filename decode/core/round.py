@@ -130,15 +130,13 @@ def acceptance_by_position(texts: Texts) -> list[dict[str, float]]:
     rows = []
     for i in range(max((depth for _, depth in full), default=0)):
         tested = [m > i for m, depth in full if m >= i and depth > i]
-        conditional = sum(tested) / len(tested) if tested else math.nan
-        marginal = sum(m > i for m, _ in full) / len(full)
         rows.append(
             {
                 "position": i + 1,
                 "rounds": len(full),
                 "tested": len(tested),
-                "conditional": conditional,
-                "marginal": marginal,
+                "conditional": sum(tested) / len(tested) if tested else math.nan,
+                "marginal": sum(m > i for m, _ in full) / len(full),
             }
         )
     return rows

@@ -264,8 +264,7 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     # right: the first index whose cdf exceeds the share
-    index = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0]
-    return index.clamp_(max=weights.shape[-1] - 1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 class TorchRng(Rng):

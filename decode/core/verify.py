@@ -215,8 +215,7 @@ class JensenShannon(AcceptanceRule):
         (sum_a, n_a), (sum_r, n_r) = self.accepted, self.rejected
         if not n_a or not n_r:
             return 0.0
-        weights = {"midpoint": (1, 1), "a": (1, 0), "b": (n_a, n_r), "c": self.sequences}
-        w_a, w_r = weights[self.variant]
+        w_a, w_r = {"midpoint": (1, 1), "a": (1, 0), "b": (n_a, n_r), "c": self.sequences}[self.variant]
         return (w_a * (sum_a / n_a) + w_r * (sum_r / n_r)) / (w_a + w_r)
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, distance: Tensor) -> Tensor:
@@ -279,8 +278,7 @@ class Typical(AcceptanceRule):
     def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
         """TV between what is emitted, q·a + (1 − Σ q·a)·p, and p."""
         kept = q * (p > self._limit(p)[..., None])
-        mass = kept.sum(-1, keepdim=True)
-        return (kept - mass * p).abs().sum(-1) / 2
+        return (kept - kept.sum(-1, keepdim=True) * p).abs().sum(-1) / 2
 
 
 MEASURED = ("overlap", "spent", "distance")
@@ -342,7 +340,7 @@ class Verification:
         histories: Sequence[History],
     ) -> None:
         self.drafts, self.tokens, self.logits, self.warp = drafts, tokens, logits, warp
-        self.rules, self.rngs, self.histories, self.lengths = rules, rngs, histories, drafts.lengths
+        self.rules, self.histories, self.lengths = rules, histories, drafts.lengths
         self.starts = [0, *accumulate(n + 1 for n in self.lengths)]
         self._results: dict[str, Tensor] = {}  # what the host reads
         if drafts.trees is None and drafts.tokens.shape[1]:

@@ -18,8 +18,7 @@ FORMAT = "2"
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
 
 
 def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:

@@ -105,11 +105,7 @@ class ModelDrafter(Drafter):
         return drafts.to(device).spread(texts, len(requests))
 
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
-        """Drafts of at most these lengths, which are at least 1."""
-        return self.chains(requests, limits, self.steps(requests))
-
-    def steps(self, requests: Sequence[DraftRequest]) -> Step:
-        """Reads the next token of each sequence, first all that its cache lacks."""
+        """Drafts of at most these lengths, which are at least 1; the first step reads all that a cache lacks."""
         device, caches = self.runner.device, [request.state.cache for request in requests]
 
         def step(at: int, texts: Sequence[int], tokens: Tensor | None) -> Out:
@@ -117,7 +113,7 @@ class ModelDrafter(Drafter):
                 return self.read(caches, upload_all(list(map(self.unread, requests)), device))
             return self.read([caches[i] for i in texts], tokens[:, None].unbind())
 
-        return step
+        return self.chains(requests, limits, step)
 
     def read(self, caches: Sequence[Any], feeds: Sequence[Tensor]) -> Out:
         """The output for the last of the tokens that each sequence feeds."""

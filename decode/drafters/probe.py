@@ -118,7 +118,7 @@ def save_probes(
     note |= {"input": INPUT, "features": FEATURES, "probability": FORMULA}
     note |= {"best": dict(best or {}), "probes": described}
     write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))
-    write_json(folder / "probes.json", note, indent=1)
+    write_json(folder / "probes.json", note)
 
 
 def describe_probes(folder: str | Path) -> Fields:
@@ -168,5 +168,4 @@ def load_probe(
 
 def advised(folder: str | Path, method: str, *, greedy: bool) -> Fields:
     """The options that were fastest for a method when the probes were trained; empty if it was not measured."""
-    best = describe_probes(folder).get("best", {}).get("greedy" if greedy else "sampled", {})
-    return best.get(method, {})
+    return describe_probes(folder).get("best", {}).get("greedy" if greedy else "sampled", {}).get(method, {})

@@ -151,13 +151,10 @@ class RetrievalDrafter(Drafter):
     nodes: int = 64  # most nodes in the tree
     max_span: int = 16  # longest tail looked up; shorter ones follow, down to ``min_span``
     min_span: int = 2  # shortest tail looked up
-    hits: int = 5000  # most occurrences read
     length: int = 10  # tokens read after each occurrence
 
     def draft(self, request: DraftRequest) -> Draft:
         """The tree of continuations, at most ``max_depth`` deep; empty where no tail of the text is known."""
         length = min(self.length, request.max_depth)
-        rows = self.store.continuations(
-            request.ids, length=length, limit=self.hits, max_span=self.max_span, min_span=self.min_span
-        )
-        return heaviest_tree(rows, self.nodes)
+        spans = {"max_span": self.max_span, "min_span": self.min_span}
+        return heaviest_tree(self.store.continuations(request.ids, length=length, **spans), self.nodes)

@@ -100,8 +100,7 @@ def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text]
                 ids = target.generate(batch, attention_mask=torch.ones_like(batch))[0].tolist()
         forced.append((ids, len(prompt)))
     alphas = offline_alphas(target, {"draft": draft, "target": target}, forced, LogitsWarper(0.0), depth=depth)
-    by_depth = alphas["draft"][0].shorter.get(depth, alphas["draft"])
-    found = iter(zip(*(alpha.kept for alpha in by_depth)))
+    found = iter(zip(*(alpha.kept for alpha in alphas["draft"][0].shorter.get(depth, alphas["draft"]))))
     right = sum(sum(kept[: len(new)]) for kept, (_, new) in zip(alphas["target"][0].kept, answered))
     return [next(found) if new else [[]] for _, new in texts], right / max(1, sum(len(new) for _, new in texts))
 

@@ -137,12 +137,10 @@ def find_converter() -> Path:
     raise UserError("GGUF files are written by llama.cpp's converter, which is not installed here; run `make engines`")
 
 
-def convert(
-    folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None, write: bool = True
-) -> Path:
+def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None) -> Path:
     """Write a folder, of a model as transformers saves it or of a head of a target, as a GGUF file, atomically.
 
-    `kind` is the number format: f32, f16, bf16 or q8_0. Without `write` everything is done but that. Returns the file.
+    `kind` is the number format: f32, f16, bf16 or q8_0. Returns the file.
 
     Raises:
         UserError: there is no converter, or it does not take the model.
@@ -154,19 +152,15 @@ def convert(
         command = [sys.executable, "-c", WITH_SPLIT, split_of(target or folder), str(script), str(folder)]
         command += ["--outfile", str(output), "--outtype", kind]
         command += [] if target is None else ["--target-model-dir", str(target)]
-        command += [] if write else ["--dry-run"]
         paths = [str(script.parents[1] / "python"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode or (write and not output.is_file()):
+        if done.returncode or not output.is_file():
             last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(
                 f"llama.cpp's converter refuses {folder}: {last}; check that the folder holds config.json and a "
                 "tokenizer of a family that llama.cpp supports (vLLM and transformers may take it as it is)"
             )
 
-    if write:
-        write_safely(file, made_by_converter)
-    else:
-        made_by_converter(file)
+    write_safely(file, made_by_converter)
     return file

@@ -161,7 +161,7 @@ def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[d
 
 
 def _replays(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[tuple[dict[int, float], float]]:
-    by_depth = [alpha.kept or alpha.texts for alpha in alphas[0].shorter.get(draft_length, alphas)]
+    by_depth = (alpha.kept or alpha.texts for alpha in alphas[0].shorter.get(draft_length, alphas))
     return [replay(text, draft_length) for text in zip(*by_depth)]
 
 

@@ -61,8 +61,7 @@ def generate(
         )  # fmt: skip
         synchronize(device)
         seconds = time.perf_counter() - began
-    texts = [until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()]
-    return texts, seconds, len(forwards)
+    return [until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()], seconds, len(forwards)
 
 
 @contextmanager

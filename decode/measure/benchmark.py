@@ -207,8 +207,7 @@ def measured(record: Record, bases: Mapping[str, Record]) -> Fields:
     tokens, seconds, _ = numbers
     row["prompts"] = len(set(clusters))  # a batch may hold one several times
     row |= {"tokens": int(tokens.sum()), "tokens_per_second": np.median(tokens.sum(0) / seconds.sum(0))}
-    sums = numbers.sum(-1).T
-    row["accepted_length"], row["accepted_length_ci95"] = ratio_interval(clusters, sums[:, ::2])
+    row["accepted_length"], row["accepted_length_ci95"] = ratio_interval(clusters, numbers[::2].sum(-1).T)
     for key, method in RATIOS.items():
         if base := bases.get(method):
             row[key], row[f"{key}_ci95"] = speed_ratio(record, base)

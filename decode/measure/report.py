@@ -70,7 +70,9 @@ def cell(row: Row, key: str) -> str:
         return f"{text} ?"
     if finite(error):
         return f"{text} ± {error:{column.format.removeprefix('+')}}"
-    return f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if error else text
+    return (
+        f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if isinstance(error, list | tuple) else text
+    )
 
 
 def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:
@@ -257,7 +259,7 @@ def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
             "notes": session.notes,
         },
     }
-    write_json(path, ours, indent=1)
+    write_json(path, ours)
     headline, *others = answers(bench.rows) or [""]
     write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
     write_text(table, comma_separated(bench.rows))

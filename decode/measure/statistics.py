@@ -57,8 +57,7 @@ def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> 
     if n < LEAST or not freedom >= 1:
         return ratio, None
     without = np.log(totals - values) @ signs
-    error = math.sqrt((n - 1) * without.var())
-    factor = math.exp(special.stdtrit(freedom, 0.975) * error)
+    factor = math.exp(special.stdtrit(freedom, 0.975) * math.sqrt((n - 1) * without.var()))
     return ratio, [ratio / factor, ratio * factor]
 
 

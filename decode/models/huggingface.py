@@ -318,8 +318,7 @@ def masked(tokens: Tensor, begin: Tensor, place: Tensor, mask: int | None) -> It
     allowed = ((place == 0)[:, None] & (key <= query)) | (key == query)  # attention is causal by position besides
     positions = (begin + place).clamp_max(time - 1)  # what follows a text's end is not asked for
     with attending(allowed[:, None], positions):
-        ids = F.pad(tokens, (0, begin.shape[1] - time), value=mask)
-        yield {"input_ids": ids, "position_ids": positions}
+        yield {"input_ids": F.pad(tokens, (0, begin.shape[1] - time), value=mask), "position_ids": positions}
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -133,8 +133,7 @@ def _unrolled(
     assert isinstance(head, FeatureHead | MtpHead)
     features = torch.cat([captured[layer] for layer in head.captured_layers], -1)
     embeds = (head.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
-    shared = output_head(target) if head.version == 1 else None
-    to_logits = partial(head.logits, target_head=shared)
+    to_logits = partial(head.logits, target_head=output_head(target) if head.version == 1 else None)
     return [(states, to_logits) for states in head.unroll(embeds, features[:, :-1], depth)]
 
 

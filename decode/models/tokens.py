@@ -310,8 +310,7 @@ class StopStrings:
 
     def ends(self, ids: Ids) -> bool:
         """Whether the last token completes a string; tokens before the longest string are not read."""
-        recent = torch.tensor([ids[-self._met.maximum_token_len :]])
-        return bool(self._met(recent, torch.empty(0))[0])
+        return bool(self._met(torch.tensor([ids[-self._met.maximum_token_len :]]), torch.empty(0))[0])
 
 
 def marked(

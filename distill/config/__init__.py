@@ -24,11 +24,11 @@ class DraftSettings:
     """A draft: the student, distilled from the target. With a reference it is AdaSPEC, without one DistillSpec."""
 
     reference: str | None = None
-    """Name of an earlier draft, to train tokens where its loss is lower by most (AdaSPEC). null: all (DistillSpec)."""
+    """Name of an earlier draft: train tokens where its loss is lower by most (AdaSPEC). null: all (DistillSpec)."""
     k: Share = 0.4
     """With a reference: share of the response tokens of a device's batch that are selected. Paper: 0.2 to 0.4."""
     divergence: str = "forward_kl"
-    """Loss per token between target p and draft q, and what dL is measured in; alpha = sum_x min(p(x), q(x)).
+    """Loss per token between target p and draft q, also that of the reference; alpha = sum_x min(p(x), q(x)).
     forward_kl: KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: 1 - alpha (slow from a
     cold start: see kl_first). neg_log_alpha: -log alpha. lk_hybrid: w·KL + (1 - w)·tv, w = exp(-3·alpha). kl_tv: KL +
     2·tv. cross_entropy: of the next token (DFlash). dspark: 0.1·cross_entropy + 1.8·tv. Or module.function of your
@@ -108,7 +108,7 @@ class TrainerSettings:
     """How training runs on the machine; Lightning's trainer takes most of these as they are."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = "auto"
-    """auto: CUDA where PyTorch finds it, else the CPU. Apple's GPUs are refused: they add no losses in float64."""
+    """auto: CUDA where PyTorch finds it, else the CPU. Apple's GPUs, which have no float64, are refused."""
     devices: int | str | list[int] = "auto"
     """Devices per machine: a number, or the GPUs, such as [4, 5, 6, 7]. auto: one CPU process, or all GPUs."""
     num_nodes: PositiveInt = 1

@@ -17,11 +17,11 @@ PLACES = (
 
 @dataclass
 class EngineSettings:
-    """The serving engine that the target stands in: it answers prompts, and as vLLM gives its hidden states away."""
+    """The serving engine that runs the target: it answers prompts, and vLLM also returns its hidden states."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target that return token ids (key: OPENAI_API_KEY),
-    for answers, and with signal vllm for states (draftsmith distill check-engine prints their command)."""
+    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target (key: OPENAI_API_KEY), for answers, and with
+    signal vllm for states (draftsmith distill check-engine prints their command)."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of the command that check-engine prints, such as [--quantization=fp8]: the servers are started
     with them, and what they change is made again."""

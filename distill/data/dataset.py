@@ -98,11 +98,6 @@ class Examples:
         """`collate` of some of the examples ``[batch]``."""
         return collate([(self, int(example)) for example in examples])
 
-    def batches(self, size: int) -> list[Ints]:
-        """The numbers of all examples in batches of similar length."""
-        order = np.argsort(self.lengths, kind="stable")
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
 
 def _labels_in(lists: pyarrow.ListArray) -> Ints:
     """Label tokens of each list of labels, but for its first place."""

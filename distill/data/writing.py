@@ -16,7 +16,7 @@ from decode.models.tokens import continuation_ids
 from decode.progress import current
 from decode.writing import uniform_draws, write_texts
 from distill.engine.check import FIRST
-from distill.engine.servers import Answer, Engine, in_flight, request_seed
+from distill.engine.servers import Answer, Engine, in_flight
 from distill.engine.states import StateFiles
 from distill.kept import Kept
 
@@ -120,7 +120,8 @@ class Served:
         }
 
         def answer(job: Job) -> tuple[int, Ids]:
-            request = how | {"max_tokens": job.budget, "seed": request_seed(self.seed, job.number)}
+            seed = (self.seed * 1_000_003 + job.number) % (1 << 31)
+            request = how | {"max_tokens": job.budget, "seed": seed}
             if files is None:
                 given, states = self.engine.complete(job.ids, **request), None
             else:

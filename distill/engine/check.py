@@ -15,7 +15,6 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.sources import weight_files
 from distill.engine.states import StateFiles
-from distill.engine.vllm import quantization
 from distill.networks.layers import entering, final_norm
 from distill.networks.lm_head import LMHead
 from distill.networks.models import rows_at_once
@@ -50,7 +49,7 @@ def check_states(
     """
     answers = [files.ask(ids, tries=2, prompt_logprobs=0) for ids in texts]
     limit, name = CLOSE.get(dtype, ROUNDED), str(parts.config.name_or_path)
-    if quantised := quantization(answers[0][0]):
+    if quantised := answers[0][0]["kv_transfer_params"].get("quantization"):
         say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
     if open_target is None:
         say("this process has no memory for the target, so that its states are not compared with transformers'")

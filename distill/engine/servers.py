@@ -65,8 +65,7 @@ class Server:
     @property
     def lost(self) -> bool:
         """Whether it has failed too often in a row."""
-        busy = self.last is not None and self.last.kind == "busy"
-        return self.failures >= (WAITING if busy else TRIES)
+        return self.failures >= (WAITING if self.last and self.last.kind == "busy" else TRIES)
 
 
 class Engine:
@@ -256,11 +255,6 @@ def _failure(answer: httpx.Response) -> Failure:
 
 def _short(answer: httpx.Response) -> str:
     return " ".join(answer.text.split())[:300]
-
-
-def request_seed(seed: int, number: int) -> int:
-    """The seed of the request of a number."""
-    return (seed * 1_000_003 + number) % (1 << 31)
 
 
 def in_flight(answer: Callable[[Item], Result], items: Iterable[Item], most: int) -> Iterator[Result]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.core.draft import Ids
 from decode.errors import UserError
 from distill.engine.servers import KEPT, PAUSE, TRIES, Answer, Engine, Retry
-from distill.engine.vllm import states_request, take_states
+from distill.engine.vllm import take_states
 
 LAST_WAIT = 10.0  # seconds for what is in flight at the end
 
@@ -72,8 +72,9 @@ class StateFiles:
         """
         why, how = "", {"max_tokens": 1, "temperature": 0.0} | how
         several = how["max_tokens"] > 1
+        how["kv_transfer_params"] = {"include_output_tokens": several}
         for number in range(1, tries + 1):
-            answer = self.engine.complete(ids, **how, **states_request(several=several))
+            answer = self.engine.complete(ids, **how)
             try:
                 read = [*ids, *((answer.get("token_ids") or [])[:-1] if several else [])]
                 return answer, take_states(answer, read, self.layers)

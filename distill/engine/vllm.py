@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -49,11 +48,6 @@ def server_command(
     return f"{visible}PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
 
 
-def states_request(*, several: bool) -> dict[str, Any]:
-    """What a request has to ask for; ``several``: the states of the answer's tokens too."""
-    return {"kv_transfer_params": {"include_output_tokens": several}}
-
-
 def take_states(answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
     """The states ``[tokens, layers, width]`` of the file that an answer names, which is deleted.
 
@@ -74,12 +68,6 @@ def take_states(answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Te
             "each once: start it with the command that draftsmith distill check-engine prints"
         )
     return take_file(Path(path), ids)
-
-
-def quantization(answer: Answer) -> str | None:
-    """How the engine is quantised, as an answer says it."""
-    name: str | None = answer["kv_transfer_params"].get("quantization")
-    return name
 
 
 def take_file(path: Path, ids: Sequence[int]) -> Tensor:

@@ -212,18 +212,14 @@ def check_gguf(
             raise UserError(f"llama.cpp does not run this draft as it is trained ({why}); leave export.gguf empty")
 
 
-def export_gguf(export: Path, target: Path, settings: ExportSettings, *, write: bool = True) -> list[Path]:
+def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
     """Writes ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, for each of ``gguf``.
-
-    Without ``write`` the converter goes through both and writes nothing.
 
     Raises:
         UserError: The converter refuses a model.
     """
-    if not settings.gguf:
-        return []
     return [
-        convert(source, export / "gguf" / f"{name}-{kind}.gguf", kind, target=of, write=write)
+        convert(source, export / "gguf" / f"{name}-{kind}.gguf", kind, target=of)
         for kind in settings.gguf
         for name, source, of in (("target", target, None), ("draft", export, target if head_kind(export) else None))
     ]

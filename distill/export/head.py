@@ -29,7 +29,7 @@ from distill.export.draft import check_export_path, check_gguf
 from distill.kinds.kind import of_model
 from distill.networks.models import hollow_target
 
-NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures", "candidates", "kinds")
+NETWORK = ("version", "captured_layers", "drafts", "mask_id", "candidates", "kinds")
 """Besides its tensors, these fields decide what a head drafts."""
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Where a quantization_config lists modules that are not quantised: of transformers, of vLLM, of compressed-tensors."""

@@ -121,8 +121,7 @@ def reference_losses(
         table = torch.zeros(len(batch[PLACES]), steps, device=device)
         with forward_precision(precision, device):
             for rows in reference.every_row(batch, signal):
-                values = compare(rows, divergence).losses.float()
-                table[rows.at, rows.step] = values
+                table[rows.at, rows.step] = compare(rows, divergence).losses.float()
         return {REFERENCE: table.cpu()}
 
     return {REFERENCE: ((steps,), "float32")}, losses

@@ -55,7 +55,6 @@ def accepted_rows(rows: Rows, place: Tensor, positions: int, divergence: Diverge
         if number < len(groups):
             only = torch.arange(first, first + count, device=place.device)
             alpha = compare(rows, divergence, only).alpha
-            kept = parts[-1] * (torch.rand_like(alpha) < alpha)
-            alive = torch.zeros_like(alive).index_copy(0, begun, kept)
+            alive = torch.zeros_like(alive).index_copy(0, begun, parts[-1] * (torch.rand_like(alpha) < alpha))
         first += count
     return torch.cat(parts)

@@ -79,8 +79,7 @@ class OnPolicy:
             parts = ranks.exchange(texts)
             self.window, self.texts = window, [parts[i % world][i // world] for i in range(len(places))]
         # one that was cut by its budget has no end-of-text token, and so none is learned
-        answers = [until_end(text, self.stop_ids) for text in self.texts]
-        examples = examples_of([*zip(prompts, answers)])
+        examples = examples_of([*zip(prompts, (until_end(text, self.stop_ids) for text in self.texts))])
         return {place: (examples, number) for number, place in enumerate(places)}
 
     def state_dict(self) -> Values:

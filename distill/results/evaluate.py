@@ -24,7 +24,7 @@ from decode.measure.acceptance import (
 )
 from decode.measure.benchmark import BenchEntry, Benchmark, speed_ratio
 from decode.measure.session import BenchOptions, Session
-from decode.measure.suites import Prompt, Row, Suite
+from decode.measure.suites import Row, Suite
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import current, working
@@ -38,13 +38,6 @@ MODES = {"sampled": 1.0, "greedy": 0.0}
 """Temperatures at which acceptance is measured on texts of the target."""
 ADASPEC = 4  # drafted tokens with which AdaSPEC's authors count α
 BATCH = 32  # test prompts that the target answers at a time, before anything is timed
-
-
-def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float) -> list[Text]:
-    """Returns what the session's target generates for prompts; each advances the current piece of work."""
-    asked, warp = [list(prompt.ids) for prompt in prompts], own_warp(session.model, temperature, {})
-    texts = session.written(asked, warp, BATCH, current().advance)
-    return [([*ids, *text], len(ids)) for ids, text in zip(asked, texts)]
 
 
 def evaluate(run: Run) -> Row:
@@ -80,13 +73,15 @@ def evaluate(run: Run) -> Row:
     if followed := described(target, own_warp(target, 1.0, {})):
         run.console.print(followed, soft_wrap=True)
     for mode, temperature in MODES.items():
+        warp, asked = own_warp(target, temperature, {}), [list(prompt.ids) for prompt in suite.prompts[: counts[mode]]]
         with working(run.console, f"texts of the target, {mode}", counts[mode], leave=True):
-            texts[mode] = target_texts(session, suite.prompts[: counts[mode]], temperature)
+            answers = session.written(asked, warp, BATCH, current().advance)
+        texts[mode] = [([*ids, *text], len(ids)) for ids, text in zip(asked, answers)]
         judged = texts[mode][: measured.prompts]
         answered = sum(len(ids) > n for ids, n in judged)
         with working(run.console, f"acceptance, {mode}", answered, leave=True):
             alphas[mode] = offline_alphas(
-                target, models, judged, own_warp(target, temperature, {}), depth=max(*lengths, student.steps),
+                target, models, judged, warp, depth=max(*lengths, student.steps),
                 likeliest=temperature > 0, seen=lambda _: current().advance(),
             )  # fmt: skip
     if measured.decode_prompts:
@@ -95,8 +90,8 @@ def evaluate(run: Run) -> Row:
             decoding = _decoded(run, session, timed, best)
     accuracy = None
     if suite.score is not None:
-        answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
-        accuracy = statistics.fmean(map(suite.score, suite.prompts, answers))
+        said = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
+        accuracy = statistics.fmean(map(suite.score, suite.prompts, said))
     drafts = [_draft(run, name, models[name], alphas, decoding, lengths[0]) for name in models]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

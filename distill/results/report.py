@@ -122,7 +122,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     curves = {draft["name"]: draft["curve"] for draft in drafts if draft.get("curve")}
     axes = "Learning curves", "optimiser step", "α = mean Σ min(p, q), validation"
     yield Section("Training", text, tables=tables, figures=[plots.lines(curves, *axes)] if curves else [])
-    reproduce = {"settings": report["commands"], "costs": {}, "notes": {}}
+    reproduce = {"settings": report["commands"], "notes": {}}
     yield from decoding.sections(report["decoding"], report["machine"], reproduce)
     if report.get("exported"):
         folder = str(run_dir / "export")

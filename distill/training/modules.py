@@ -346,8 +346,7 @@ class DistillModule(TrainingModule):
         if rows.distance is not None:
             loss = loss + rows.distance.sum() / (rows.mass or 1.0)
         if rows.confidence is not None:
-            alpha = (measured if compared is None else compared).alpha
-            loss = loss + self.draft.confidence_loss(rows, alpha)
+            loss = loss + self.draft.confidence_loss(rows, (measured if compared is None else compared).alpha)
         return loss, rows, measured
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -83,7 +83,7 @@ class SavedStop(Callback):
     """
 
     def __init__(self, folder: Path, every: int) -> None:
-        self.folder, self.every, self.stops, self.before = folder, every, False, None
+        self.folder, self.every, self.stops = folder, every, False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the signal over from Lightning, which ends at once, and asks all processes by the device every step."""
@@ -162,7 +162,10 @@ def fit(
         )
         console.print(told, highlight=False, soft_wrap=True)
     sharded = settings.strategy in SHARDED
-    plain = _hollow(model) if sharded else model
+    plain = model
+    if sharded:  # a copy without weights, for those that the training ends with: a rank holds them once
+        weights = {id(weight): torch.nn.Parameter(weight.to("meta")) for weight in model.parameters()}
+        plain = copy.deepcopy(model, dict[int, Any](weights))
     best = ModelCheckpoint(
         work, "best-{step}", monitor=module.monitor, mode=module.mode, save_weights_only=True,
         save_on_train_epoch_end=False, enable_version_counter=False,
@@ -230,12 +233,6 @@ def unmoved(model: torch.nn.Module, lr: float, precision: str) -> float:
     weights = [weight.detach() for weight in model.parameters() if weight.requires_grad]
     stay = sum(int((rounded + lr == rounded).sum()) for rounded in (weight.to(kind) for weight in weights))
     return stay / sum(weight.numel() for weight in weights)
-
-
-def _hollow(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model without its weights, for those that it ends with: a rank holds them once."""
-    weights = {id(weight): torch.nn.Parameter(weight.to("meta")) for weight in model.parameters()}
-    return copy.deepcopy(model, dict[int, Any](weights))
 
 
 def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Module, work: Path) -> None:

@@ -182,17 +182,18 @@ def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path
     assert profile["trained_with"] == report["trained_with"] == trained
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("scratch", 1), ("eagle3", 2)])
+@pytest.mark.parametrize(("kind", "kept"), [("scratch", 2), ("eagle3", 3)])
 def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(kind: str, kept: int) -> None:
-    """Language models are kept by α, heads by accepted length."""
+    """Language models are kept by α, heads by accepted length, and never those from before the training."""
     run = Run(Settings(drafts={"head": DraftSettings()}, student=StudentSettings(kind=kind)))
-    values = [(0.5, 0.6, 0.5, 1.9), (0.7, 0.8, 0.6, 2.0), (0.6, 0.9, 0.8, 2.1)]
-    history = [dict(zip(("alpha", "agreement", "agreement_2", "accepted_length"), value)) for value in values]
+    names = "step", "alpha", "agreement", "agreement_2", "accepted_length"
+    values = [(0, 0.8, 0.7, 0.6, 2.2), (1, 0.5, 0.6, 0.5, 1.9), (2, 0.7, 0.8, 0.6, 2.0), (3, 0.6, 0.9, 0.8, 2.1)]
+    history = [dict(zip(names, value)) for value in values]
     run.draft_record = lambda name: SimpleNamespace(history=history)
     assert run.best("head")[0] == history[kept]
     made = by_position([0.75, 0.5], run.best("head")[0], [{"conditional": share} for share in (0.7, 0.4, 0.3)])
     rows = [(row["position"], row["validation"], row["offline"], row["decoded"]) for row in made]
-    assert rows == [(1, values[kept][1], 0.75, 0.7), (2, values[kept][2], 0.5, 0.4), (3, None, None, 0.3)]
+    assert rows == [(1, values[kept][2], 0.75, 0.7), (2, values[kept][3], 0.5, 0.4), (3, None, None, 0.3)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -143,7 +143,7 @@ def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) 
         for features, anchors, read in examples:
             blocks = head.tokens(read[None, :, 0], head.drafts)
             slots = head(F.embedding(blocks, table).detach(), features, anchors)
-            logits, _ = head.logits(slots, read[:, :-1], head.outputs(output), (1.0, None))
+            logits = head.logits(slots, read[:, :-1], head.outputs(output), (1.0, None))
             loss = loss + F.cross_entropy(logits.flatten(0, 1).clamp_min(-40.0), read[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()

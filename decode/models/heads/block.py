@@ -191,10 +191,6 @@ class BlockHead(DraftHead):
         """Whether the logits of a slot depend on the tokens before it."""
         return self.markov_head is not None
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that makes logits, which optimisers treat as they do output heads."""
-        return None if self.markov_head is None else self.markov_head.markov_w2
-
     def tensors(self) -> dict[str, Tensor]:
         """See `DraftHead.tensors`."""
         names = SELECTOR if self.candidates else {}
@@ -265,9 +261,7 @@ class BlockHead(DraftHead):
         weight: Tensor = head.weight.detach()
         return weight if self.markov_head is None else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
 
-    def logits(
-        self, states: Tensor, before: Tensor, weight: Tensor, finish: tuple[float, float | None]
-    ) -> tuple[Tensor, Tensor | None]:
+    def logits(self, states: Tensor, before: Tensor, weight: Tensor, finish: tuple[float, float | None]) -> Tensor:
         """What is drafted by teacher forcing.
 
         Args:
@@ -277,14 +271,14 @@ class BlockHead(DraftHead):
             finish: the target's `decode.models.heads.eagle.finish_of`.
 
         Returns:
-            Logits ``[blocks, drafts, draft vocab]``, −∞ of ids that are no candidates, and the confidence's log-odds.
+            Logits ``[blocks, drafts, draft vocab]``, −∞ of ids that are no candidates.
         """
-        (rows, confidence), width = self.conditions(states, before), self.config.hidden_size
+        (rows, _), width = self.conditions(states, before), self.config.hidden_size
         logits = finished(rows @ weight.T, *finish)
         if not self.candidates:
-            return logits, confidence
+            return logits
         kept = (rows[..., :width] @ weight[:, :width].T).topk(self.candidates, -1).indices
-        return torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept)), confidence
+        return torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
 
     @torch.no_grad()
     def teacher_forced(
@@ -312,8 +306,7 @@ class BlockHead(DraftHead):
         blocks = (x[:, first:end].split(64, 1) for x in (every, tokens, before))  # few scores in memory
         for places, anchors, known in zip(*blocks):
             states = self(F.embedding(self.tokens(anchors, depth), table), features, places)
-            logits, _ = self.logits(states, known.flatten(0, 1), weight, finish)
-            parts.append(logits.unflatten(0, places.shape))
+            parts.append(self.logits(states, known.flatten(0, 1), weight, finish).unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))
 
 

@@ -107,6 +107,7 @@ def test_a_table_shows_values_with_their_errors_and_only_columns_that_have_value
     assert document.count(f"<dd>{p.COLUMNS['speedup'].formula}</dd>") == 1  # the definition, once a page
     assert p.COLUMNS["accuracy"].formula not in document
     assert p.cell({"difference": -0.0017, "se": 0.0007}, "difference") == "-0.0017 ± 0.0007"
+    assert p.cell({"difference": -0.0017, "se": float("nan")}, "difference") == "-0.0017"  # one text
 
 
 @pytest.mark.parametrize("width", [60, 100, 130])
