@@ -100,14 +100,14 @@ def refusals(folder: Path, rank: int, world: int) -> None:
     rows.write_text('{"a": "b"}\n')
     os.chdir(machine := Path(tempfile.mkdtemp()))
     tokenizer = make_tokenizer()
-    model = given(machine / "target", tokenizer, build_tiny("llama", vocab_size=len(tokenizer)))
+    model = given(machine / "target", tokenizer, build_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=512))
     chats.write_text('{"prompt": "a", "response": "b"}\n' * 80)
     if rank:
         shutil.rmtree("target")
         chats.unlink()
     cases: dict[str, dict[str, Any]] = {
         "disk": {"output_dir": str(folder / f"disk{rank}")},
-        "model": {"target": replace(model, model="./target"), "data__max_length": 64},
+        "model": {"target": replace(model, model="./target")},
         "file": {"data__files": {"train": str(chats)}},
         "corpus": {"data__source": str(rows)},
         "all": {"trainer__attention": "flash_attention_2"},
