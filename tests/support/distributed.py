@@ -100,7 +100,9 @@ def refusals(folder: Path, rank: int, world: int) -> None:
     rows.write_text('{"a": "b"}\n')
     os.chdir(machine := Path(tempfile.mkdtemp()))
     tokenizer = make_tokenizer()
-    model = given(machine / "target", tokenizer, build_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=512))
+    model = given(
+        machine / "target", tokenizer, build_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    )
     chats.write_text('{"prompt": "a", "response": "b"}\n' * 80)
     if rank:
         shutil.rmtree("target")
