@@ -413,7 +413,8 @@ def build(method: str, inputs: MethodInputs) -> Method:
     if options.probes is not None and kind.itself:
         advice = advised(options.probes, method, greedy=inputs.warp.greedy)
         if options.exit_layer in (None, advice.get("exit_layer")):  # thresholds belong to their layer
-            missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
+            taken = advice.keys() - {"rule", "stop_rule"}  # a file names no code, and no lossless text is relaxed
+            missing = {key: advice[key] for key in taken if getattr(options, key) is None}
             inputs = replace(inputs, options=(options := replace(options, **missing)))
     stop_rule, lengths = (STOPS | PROBE_STOPS)[stop](inputs), None
     weighed = stop == "cost-optimal"

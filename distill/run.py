@@ -160,19 +160,23 @@ class Run:
         """Return the file with the record of what is at a path."""
         return path / RECORD if ".old-" in path.name else self.work / f"{path.name}.json"
 
-    def keep(self, path: Path) -> None:
+    def keep(self, path: Path) -> Path | None:
         """Rename what is at a path to PATH.old-N, with its record; a link is removed, and all with ``overwrite``."""
         note = self.note(path)
         if path.is_symlink() or self.settings.overwrite or not any(path.glob("*")):
             remove(note)
-            return remove(path)
+            remove(path)
+            return None
         if note.exists():
             note.replace(path / RECORD)
         path.rename(old := unused(path))
         self.line(f"{old} is the {path.name} that was there, of other settings or files")
+        return old
 
     def bring(self, path: Path, fits: Callable[[Path], int]) -> int:
         """Put at a path what fits best of what is there and what was kept of it; return how well."""
+        if not path.is_symlink() and (path / RECORD).exists() and not self.note(path).exists():
+            (path / RECORD).replace(self.note(path))  # a kill came between two renames
         best = max([path, *path.parent.glob(f"{path.name}.old-*")], key=fits)
         if best != path and fits(best):
             self.keep(path)

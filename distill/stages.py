@@ -105,12 +105,10 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
 
 def _forget_answers(run: Run) -> None:
     """Keep the target's answers, and what may have learned from them, where nothing finds them."""
-    run.keep(run.work / "responses")
-    for stage in ("initial", *run.trained):
-        run.keep(run.path(stage))
-        run.keep(run.work / f"checkpoints-{stage}")
-    for record in run.folder.rglob(f"*.old-*/{RECORD}"):
-        record.unlink()
+    stages = ("initial", *run.trained)
+    places = [run.work / "responses", *map(run.path, stages), *(run.work / f"checkpoints-{stage}" for stage in stages)]
+    for old in filter(None, map(run.keep, places if ranks.is_first() else [])):
+        (old / RECORD).unlink(missing_ok=True)
 
 
 def _title(run: Run, stage: str) -> str:

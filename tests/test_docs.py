@@ -55,8 +55,10 @@ def test_the_snippets_of_python_run_on_a_tiny_run(tmp_path, monkeypatch, capsys)
     assert pair.draft.config.hidden_size == settings.student.architecture.hidden_size
     assert int(api["module"].global_step) == len(api["loader"])
     Path("rules.py").write_text(
-        "from decode.core.verify import AcceptanceRule\nclass Kept(AcceptanceRule): exact = True"
+        "from decode.core.verify import AcceptanceRule, Exact\nclass Kept(AcceptanceRule): exact = True\n"
+        "class Derived(Exact): pass\n"
     )
+    assert not is_lossless("vanilla", "rules.Derived")
     assert (api["text"].lossless, is_lossless("vanilla", "rules.Kept")) == (False, True)
     assert bias_of(api["Lenient"]()) > 0.01
     assert bias_of(Exact()) < 1e-12

@@ -71,6 +71,10 @@ class AcceptanceRule:
     unwarped: bool = False  # `distance` compares the distributions before warping, which greedy decoding needs
     corrects_from_p: bool = False  # a rejected token is replaced by one from p, not from the residual
 
+    def __init_subclass__(cls) -> None:
+        """What is derived from an exact rule is not exact, unless it says so itself."""
+        cls.exact = cls.__dict__.get("exact", False)
+
     def __init__(self, options: Any = None, greedy: bool = False) -> None:
         """By name a rule is made with the `decode.options.MethodOptions` and whether decoding is greedy."""
 
@@ -147,6 +151,8 @@ class BlockVerification(Exact):
     [Pᵢ p − q]₊ gives the token that follows. So i tokens or more are kept with probability Pᵢ; verification by tokens
     keeps them with ∏ min(1, p/q), which is no larger and is the same for n = 1 and for a deterministic draft.
     """
+
+    exact = True
 
     def keep(
         self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, lengths: Sequence[int], numbers: Numbers

@@ -153,14 +153,15 @@ def read_prompt(
     `each` is given the captured states ``[tokens, captured layers · width]`` of every piece, if any.
     """
     # a forward's last position decides how LongRoPE rotates it: where a longer text begins, one behind the boundary
-    piece, more = max(PIECE, model.boundary + 1), ids[:1] * (len(ids) == model.boundary)
+    end = cache.length + len(ids)
+    piece, more = max(PIECE, model.boundary + 1), ids[:1] * (end == model.boundary)
     for at in range(0, len(ids), piece):
         tokens = upload(ids[at : at + piece] + more, model.device)
         out = model.forward([Read(cache, tokens)], capture=capture, last=0)
         if each is not None and out.captured is not None:
             each(out.captured[: len(ids)])
     if more:
-        cache.truncate(len(ids))
+        cache.truncate(end)
 
 
 def synchronize(device: torch.device) -> None:

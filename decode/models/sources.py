@@ -72,8 +72,8 @@ def located(name: Name, *, weights: bool = False) -> Path:
         with reading(name, "model"):
             folder = _snapshot(name)
             if weights and not hub_offline():
-                shards = [str(file.relative_to(folder)) for file in weight_files(folder)]
-                folder = _snapshot(name, SINGLE, *shards)
+                single = read_model_json(folder / "config.json").get("transformers_weights") or SINGLE
+                folder = _snapshot(name, *([file.name for file in weight_files(folder)] or [single]))
     for path in (folder / file for file in JSON_FILES):
         for key, value in read_model_json(path).items():
             numbers = value if isinstance(value, list) else [value]

@@ -180,7 +180,7 @@ class AnswerCheck:
                 f"what the servers answered (temperature {self.warp.temperature:g}, top_p {self.warp.top_p:g}) are no "
                 f"samples of the target: of {self.texts} answers {found} ({expected}). Serve the target's own weights, "
                 "without settings of sampling that the server has itself (vLLM with --generation-config vllm)"
-                f"{'; the answers, and what learned from them, are kept as .old-N and not used' if self.kept else ''}"
+                f"{'; the answers, and what learned from them, are put aside and not used' if self.kept else ''}"
             )
             error.kept = self.kept
             raise error
