@@ -39,14 +39,20 @@ def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     """The entry of a name, or what ``module.name`` is in code of the user's, in the working directory too.
 
     Raises:
-        UserError: there is no such entry, or it cannot be imported.
+        UserError: there is no such entry, or it cannot be imported or called.
     """
     if "." not in name:
         return choose(kind, name, entries)
-    sys.path.append(os.getcwd())  # last: a file there replaces no other module
+    here = os.getcwd()
+    sys.path.append(here)  # last: a file there replaces no other module
     try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{kind} {name!r} cannot be imported ({error}): give module.name of your own code") from error
+        found: Entry = pkgutil.resolve_name(name)
+    except Exception as error:  # of any kind: the module is run
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{kind} {name!r} cannot be imported ({why}): give module.name of your own code") from error
     finally:
-        sys.path.pop()
+        sys.path[:] = [path for path in sys.path if path is not here]  # the module may have added others behind it
+    if not callable(found):
+        kept = type(found).__name__
+        raise UserError(f"{kind} {name!r} is of type {kept}, expected a function or class: give module.name of one")
+    return found

@@ -137,7 +137,7 @@ def _check_models(run: Run) -> None:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
                 f"{key} is {positions} tokens and the longest example may have {longest}: set data.max_length to "
-                f"{positions} or less"
+                f"{positions:d} or less"
             )
     if settings.student.kind != "cut" and not settings.student.draft.head:
         vocab = len(run.tokenizer)

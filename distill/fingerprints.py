@@ -17,7 +17,7 @@ from distill.files import files_state, fingerprint
 from distill.losses.divergences import Divergence
 
 VERSION = 7
-"""Raised when a change of the code changes what a stage produces."""  # 7: also states of LongRoPE targets
+"""Raised when a change of the code changes what a stage produces."""
 MEASURES = 1
 """Raised when a change of the code changes what a report holds."""
 

@@ -61,7 +61,8 @@ def use_chat(
 ) -> ChatSettings | None:
     """What shapes the prompts: the settings, then the training of draft, probes or target; None: they are plain text.
 
-    The tokenizer takes the chat template. With `tell` a line is printed that says what is in force.
+    The tokenizer takes the chat template. With `tell` a line is printed that says what is in force, and one that names
+    the draft that is followed where others were trained with other settings.
 
     Raises:
         UserError: the template is missing, or does not take the system message.
@@ -69,7 +70,8 @@ def use_chat(
     named = filter(None, [*settings.drafts, *(getattr(settings, key, None) for key in ("probes", "target"))])
     trained: Fields = next(filter(None, map(trained_prompts, named)), {})
     asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
-    chat = ChatSettings(**trained | ({"chat": True} if asked else {}) | asked)
+    asked = {"chat": True} | asked if asked else {}
+    chat = ChatSettings(**trained | asked)
     tokenizer.chat_template = chat.template() or tokenizer.chat_template
     used = chat.chat if isinstance(chat.chat, bool) else bool(tokenizer.chat_template)
     if used:
@@ -77,6 +79,10 @@ def use_chat(
     if tell:
         shape = f"in the chat template (--chat false: none), system {chat.system!r}, template_args {chat.args()}"
         print(f"prompts are {shape if used else 'plain text'}", file=sys.stderr)
+        kept = {draft: own | asked for draft in settings.drafts if (own := trained_prompts(draft))}
+        first = next(iter(kept), "")
+        if others := [draft for draft in kept if kept[draft] != kept[first]]:
+            print(f"prompts follow the training of {first}, not that of {', '.join(others)}", file=sys.stderr)
     return chat if used else None
 
 

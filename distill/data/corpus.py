@@ -120,9 +120,10 @@ def load_corpus(
     ranks.barrier()
     splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
-    # saved with every model of the run
-    tokenizer.init_kwargs[TRAINED] = {key: settings.key()[key] for key in vars(ChatSettings())}
-    return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
+    corpus = Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
+    # saved with every model of the run; by their kind rows may be texts or chats whatever data.chat is
+    tokenizer.init_kwargs[TRAINED] = {key: settings.key()[key] for key in vars(ChatSettings())} | {"chat": corpus.chat}
+    return corpus
 
 
 def _make(

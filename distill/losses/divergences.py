@@ -18,16 +18,20 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 | dspark | 0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv) | DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}`` |
 """
 
-import inspect
+import hashlib
 import math
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decode.errors import named
+from decode.errors import UserError, named
 from distill.config.base import Values
 from distill.networks.lm_head import LMHead
 
@@ -210,8 +214,27 @@ class Divergence:
 
     @property
     def key(self) -> str:
-        """The name, and the text of a function of the user's: what is trained with it depends on both."""
-        return self.name + (inspect.getsource(self.loss) if "." in self.name else "")
+        """The name, and a hash of the files of a function of the user's: what is trained with it depends on both.
+
+        They are those of the module that is named and of the one that defines the function.
+
+        Raises:
+            UserError: There is no such file.
+        """
+        if "." not in self.name:
+            return self.name
+        parents = accumulate(re.split("[.:]", self.name), "{}.{}".format)
+        named_in = [name for name in parents if name in sys.modules][-1]
+        defined_in = getattr(self.loss, "__module__", None) or named_in
+        modules = sorted({named_in, defined_in} - {"functools"})  # where partial is defined
+        try:
+            texts = [Path(str(getattr(sys.modules[name], "__file__", None))).read_bytes() for name in modules]
+        except (OSError, KeyError) as error:
+            raise UserError(
+                f"divergence {self.name!r} is {self.loss!r}, expected a function of a module file, by which a run "
+                "knows what it was trained with: write it into a file and give module.name"
+            ) from error
+        return self.name + hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def log_probs(logits: Tensor) -> Tensor:

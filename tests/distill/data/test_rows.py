@@ -14,7 +14,7 @@ from tokenizers_of_kinds import with_start
 
 from decode.errors import UserError
 from decode.incoming import UnusableRow, row_chat
-from decode.models.tokens import ARGUMENTS
+from decode.models.tokens import ARGUMENTS, TRAINED
 from distill.config.data import DataSettings
 from distill.data.chat import ChatFormat, prompt_part
 from distill.data.corpus import Corpus, load_corpus
@@ -291,3 +291,12 @@ def test_a_pair_of_plain_text_has_no_place_for_other_columns_and_templates_may_l
         made_of(tmp_path, pair | {"system": "S", "context": ""}, chat=False)
     made = made_of(tmp_path, pair, prompt_template="{question} ", response_template="{answer}", chat=False)
     assert told(made)[0] == ("<s> Why 0? ", ["So 0.</s>"])
+
+
+@pytest.mark.parametrize(("column", "setting", "chat"), [("messages", False, True), ("text", "auto", False)])
+def test_models_keep_whether_their_rows_were_chats_whatever_the_setting(tmp_path, column, setting, chat) -> None:
+    turns = [[ASK | {"content": f"What is {n}?"}, SAY] for n in range(40)]
+    rows = [{column: turn if chat else turn[0]["content"] * 90} for turn in turns]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = corpus(tmp_path / "rows.jsonl", chat=setting)
+    assert made.tokenizer.init_kwargs[TRAINED]["chat"] is made.chat is chat

@@ -9,7 +9,10 @@ from tiny_run import bench, given, tiny_settings
 from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
 from decode.__main__ import main
+from decode.commands.checks import use_chat
+from decode.commands.settings import BenchSettings
 from decode.measure.session import Session
+from decode.models.tokens import TRAINED
 from distill.config.data import DataSettings
 from distill.data.dataset import Examples
 from distill.pipeline import export
@@ -84,3 +87,16 @@ def test_a_draft_of_plain_pairs_is_asked_in_plain_text(tmp_path, tiny, monkeypat
     found, lines = asked(run, monkeypatch, capsys)
     assert found == [run.tokenizer(ASKED)["input_ids"]] * 4
     assert lines == ["prompts are plain text"] * 4
+
+
+def test_the_draft_whose_prompts_are_followed_is_named_where_others_differ(tmp_path, capsys) -> None:
+    drafts = [str(tmp_path / name) for name in "abc"]
+    for path, system in zip(drafts, ("Answer", "Answer", "Be brief")):
+        Path(path).mkdir()
+        (Path(path) / "tokenizer_config.json").write_text(json.dumps({TRAINED: {"chat": True, "system": system}}))
+    for more, lines in (
+        ({}, [f"prompts follow the training of {drafts[0]}, not that of {drafts[2]}"]),
+        ({"system": "Hi"}, []),
+    ):
+        use_chat(BenchSettings(target="none", draft=drafts, **more), with_start("thinking"), tell=True)
+        assert capsys.readouterr().err.splitlines()[1:] == lines

@@ -19,6 +19,7 @@ from tiny_run import STAGES, altered, tiny_settings
 from decode.errors import UserError
 from distill import files
 from distill.fingerprints import READ, UNREAD, measurement_fingerprint, stage_fingerprints
+from distill.losses.divergences import Divergence
 
 DISTILLED = STAGES[2:]
 
@@ -159,6 +160,22 @@ def test_a_changed_divergence_of_the_users_is_trained_with_again(tmp_path, monke
     settings.drafts["distillspec"].divergence = "mine_of_a_test.los"
     with pytest.raises(UserError, match=r"divergence 'mine_of_a_test\.los' cannot be imported"):
         stage_fingerprints(settings)
+    with pytest.raises(UserError, match=r"'math\.pi' is of type float, expected a function"):
+        Divergence("math.pi")
+    (tmp_path / "broken_of_a_test.py").write_text("loss = (")
+    with pytest.raises(UserError, match=r"cannot be imported \(SyntaxError"):
+        Divergence("broken_of_a_test.loss")
+    assert str(tmp_path) not in sys.path
+    lines = "from functools import partial\nfrom torch import mul\nloss = partial(mul, 2)\n"
+    (tmp_path / "partial_of_a_test.py").write_text(lines)
+    key = Divergence("partial_of_a_test.loss").key
+    (tmp_path / "partial_of_a_test.py").write_text(lines + "more = 1\n")
+    assert Divergence("partial_of_a_test.loss").key != key
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "own_of_a_test", lambda pair: pair.tv(), raising=False)
+    monkeypatch.setattr(sys.modules["__main__"].own_of_a_test, "__module__", "__main__")
+    with pytest.raises(UserError, match="expected a function of a module file"):
+        _ = Divergence("__main__.own_of_a_test").key
 
 
 @pytest.mark.parametrize(
