@@ -149,7 +149,7 @@ def test_a_difference_without_a_known_cause_fails_the_check(folder: Path, capsys
     [
         (["--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
-        (["--max-new-tokens", "240", "--draft-lengths", "3"], "251 new ones among them"),  # drafted behind the text
+        (["--max-new-tokens", "240", "--draft-lengths", "3"], "251 new ones"),  # drafted behind the text
     ],
 )
 def test_what_is_refused(folder, capsys, monkeypatch, more, sentence) -> None:

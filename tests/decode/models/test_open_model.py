@@ -94,7 +94,7 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert "model.safetensors is cut off or damaged (Error while deserializing header" in refusal(target)
     (tmp_path / "empty").mkdir()
-    assert "no safetensors file that is read" in refusal(tmp_path / "empty")
+    assert "model_type" in refusal(tmp_path / "empty")
     assert f"there is no folder '{tmp_path}/targt': train it first" in refusal(tmp_path / "targt")
 
 
@@ -316,7 +316,7 @@ def test_weights_that_the_index_names_are_fetched_and_no_others(folder: Path, mo
     laid(folder / "target" / sources.INDEX, b'{"weight_map": {"x": "1.safetensors", "y": "2.safetensors"}}')
     with pytest.raises(UserError, match=r"1\.safetensors is missing"):
         load_model("org/model@v1", **CPU)
-    assert ["model.safetensors", "1.safetensors", "2.safetensors"] in asked
+    assert ["1.safetensors", "2.safetensors"] in asked
 
 
 def test_a_heads_files_are_read_by_the_same_rules(tmp_path: Path, tiny: Any) -> None:
