@@ -182,9 +182,7 @@ def test_the_limit_of_a_dynamic_rope_is_given_with_its_reason(tmp_path, tiny) ->
     model.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
     model.config.max_position_embeddings = 16
     run, _ = bench(tiny_settings(tmp_path, target=given(tmp_path / "model", tokenizer, model)))
-    with pytest.raises(
-        UserError, match=r"target.model is 16 \(behind them its rope_type dynamic .* set data.max_len"
-    ):
+    with pytest.raises(UserError, match=r"target.model is 16 \(behind them its rope_type dynamic .* set data.max_len"):
         check_inputs(run)
 
 

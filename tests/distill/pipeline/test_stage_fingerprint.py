@@ -171,7 +171,7 @@ def test_a_changed_divergence_of_the_users_is_trained_with_again(tmp_path, monke
     key = Divergence("partial_of_a_test.loss").key
     (tmp_path / "partial_of_a_test.py").write_text(lines + "more = 1\n")
     assert Divergence("partial_of_a_test.loss").key != key
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "own_of_a_test", lambda pair: pair.tv(), raising=False)
     monkeypatch.setattr(sys.modules["__main__"].own_of_a_test, "__module__", "__main__")
     with pytest.raises(UserError, match="expected a function of a module file"):
