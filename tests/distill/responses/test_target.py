@@ -344,7 +344,7 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
     with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
         with pytest.raises(
-            UserError, match=r"no samples of the target: .*what learned from them, are kept as .old-N"
+            UserError, match=r"no samples of the target: .*what learned from them, are put aside"
         ) as refused:
             run_tiny(settings)
     assert any(entry.name == "check_finite" for entry in refused.traceback) == (signal == "online")  # in the training
