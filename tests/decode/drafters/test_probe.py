@@ -44,9 +44,10 @@ def probe_for(model, layer: int, kind: str = "probe", label: str = "match") -> A
 
 @pytest.fixture
 def folder(tiny, tmp_path: Path) -> Path:
+    """Probes whose file advises a function, which is never called."""
     model = model_of(tiny)
     probes = [probe_for(model, e, k, label) for e in (1, 3) for k in KINDS for label in ("match", "accept")]
-    best = {"greedy": {"adaspeed-probe": {"exit_layer": 3, "draft_length": 4, "threshold": 0.2}}}
+    best = {"greedy": {"adaspeed-probe": {"exit_layer": 3, "draft_length": 4, "threshold": 0.2, "rule": "os.abort"}}}
     save_probes(tmp_path / "probes", model, probes, best)
     return tmp_path / "probes"
 

@@ -135,6 +135,8 @@ def test_a_finished_stage_of_other_settings_is_kept_beside_and_found_again(tmp_p
     assert "up to date" in make_target(first)
     assert all(torch.equal(value, weights_of(first)[name]) for name, value in before.items())
     assert {path.name for path in (tmp_path / "tiny").glob("target*")} == {"target", "target.old-2"}
+    (tmp_path / "tiny/work/target.json").replace(tmp_path / "tiny/target/record.json")  # by a kill between two renames
+    assert "up to date" in make_target(first)
     second.overwrite = True
     make_target(altered(second, target__training__lr=1e-4))
     assert {path.name for path in (tmp_path / "tiny").glob("target*")} == {"target", "target.old-2"}
