@@ -15,12 +15,7 @@ from distill.engine.vllm import server_gpus
 from distill.fingerprints import stage_fingerprints
 from distill.kinds.language_model import kept_layers
 from distill.kinds.start import start_from_head
-from distill.networks.models import (
-    config_of,
-    empty_model,
-    hollow_target,
-    multiplies_bfloat16,
-)
+from distill.networks.models import config_of, empty_model, hollow_target, multiplies_bfloat16
 from distill.responses.target import ANSWERED
 from distill.results.tracking import tried
 from distill.run import Run
@@ -68,9 +63,10 @@ def _check_machine(run: Run) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
     trainer = settings.trainer
-    ready = run.as_it_is or run.record("target", stage_fingerprints(settings)["target"])
-    if ready or not settings.teacher.engine.urls:
-        check_engine(run)  # a target that is trained first can be served only later
+    # a target that is trained first can be served only later
+    trained_first = settings.teacher.engine.urls and not run.as_it_is
+    if not trained_first or run.record("target", stage_fingerprints(settings)["target"]):
+        check_engine(run)
     frozen = [model.dtype for model in settings.language_models.values() if not model.trained]
     if not (trainer.precision.startswith("bf16") or "bfloat16" in frozen) or multiplies_bfloat16(device):
         return

@@ -1,4 +1,4 @@
-"""Fingerprints of files, which of them a model is read from, what is kept of other settings, and locks."""
+"""Fingerprints of files, which of them a model is read from, and locks."""
 
 import errno
 import fcntl
@@ -22,9 +22,8 @@ LARGE = 256_000_000
 """The hashes of input files of more bytes are kept in `HASHES`, so that their content is read once."""
 HASHES = Path(HF_HOME) / "draftsmith-hashes.json"
 """Hashes of large files, by path, size and time."""
-
-
 FILES = (*MODEL_FILES, "*.gguf", "gguf/*.gguf")
+"""Files of a folder that a model is read from, besides the weights that its index names."""
 
 
 def files_in(folder: Path, patterns: Iterable[str] = FILES) -> list[Path]:
@@ -50,11 +49,11 @@ def _hash(path: Path, *state: int) -> str:
     if large and (found := read_json(HASHES).get(key)):
         return str(found)
     with path.open("rb") as file:
-        made = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
     if large:
         with suppress(OSError):
-            write_json(HASHES, read_json(HASHES) | {key: made})
-    return made
+            write_json(HASHES, read_json(HASHES) | {key: digest})
+    return digest
 
 
 def sizes(folder: Path, patterns: Iterable[str] = FILES) -> dict[str, int]:

@@ -181,8 +181,8 @@ def export(run: Run) -> str:
     key = fingerprint(run.draft_record(chosen).fingerprint, asdict(settings.export))
     same = run.bring(run.export, lambda path: read_json(run.note(path)).get("fingerprint") == key)
     models = run.drafts[chosen], run.target, run.export, settings.export
-    student, how = settings.student, Values(trust_remote_code=trust, keep=None if same else run.keep)
-    how["about"] = training_facts(run, chosen)
+    student, keep = settings.student, None if same else run.keep
+    how = Values(trust_remote_code=trust, keep=keep, about=training_facts(run, chosen))
     if student.draft.head:
         export_head(*models, length=student.steps, **how)
     else:

@@ -154,7 +154,7 @@ def restart(trainer: Any, module: str, arguments: list[str]) -> None:
         return
     print(f"{count} processes, one for each device (trainer.devices)", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    if os.getcwd() not in sys.path:  # of ``draftsmith``, in whose processes too no file there stands for a module
+    if os.getcwd() not in sys.path:  # as for the program ``draftsmith``: its processes import no file there either
         os.environ["PYTHONSAFEPATH"] = "1"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", module]
     os.execv(sys.executable, [sys.executable, *launcher, *arguments])

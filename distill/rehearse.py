@@ -243,7 +243,8 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
                 parts[stage] = (last - first) * batches, sum(size for _, size in StepTimes.ends[1:]) * batches
         with working(console, "export and evaluation"):
             measure(run)
-        whole.corpus, exported = run.corpus, sum(sizes(run.export).values())
+        whole.corpus = run.corpus
+        exported = sum(sizes(run.export).values())
         kept = {(run if written else whole).work / "corpus": train / here}
         kept |= {run.work / "prompts": train / here, run.work / "responses": count / len(run.examples)}
         texts = sum(share * sum(sizes(place, ["**/*"]).values()) for place, share in kept.items())
@@ -254,8 +255,10 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
     memory, host = (peak_memory(torch.device(device)) / 1e9 for device in (run.device, "cpu"))
     checkpoints, free = ADAM * max(models, default=0), free_bytes(whole.folder) / 1e9
-    disk = {"texts": texts, f"signals ({kind}) at most": signals, "models": sum(models), "checkpoints": checkpoints}
-    disk["export"] = exported
+    disk = {
+        "texts": texts, f"signals ({kind}) at most": signals, "models": sum(models), "checkpoints": checkpoints,
+        "export": exported,
+    }  # fmt: skip
     each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in disk.items())
     for line in (
         f"total {duration(sum(seconds for seconds, _ in parts.values()))}, without signals, validations and evaluation",

@@ -136,8 +136,9 @@ class Run:
                 make(aside)
                 record.files = sizes(aside)
             write_json(self.note(folder), vars(record))
-            for path in (self.note(checkpoints := self.work / f"checkpoints-{stage}"), checkpoints):
-                remove(path)
+            checkpoints = self.work / f"checkpoints-{stage}"
+            remove(self.note(checkpoints))
+            remove(checkpoints)
         ranks.barrier()
 
     def checkpoints(self, stage: str, steps: int) -> Path:

@@ -38,13 +38,7 @@ from distill.kinds.start import frequent, start_from_head, start_from_target
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
-from distill.networks.models import (
-    adapted,
-    config_of,
-    load_or_build,
-    ready_to_save,
-    weights_dtype,
-)
+from distill.networks.models import adapted, config_of, load_or_build, ready_to_save, weights_dtype
 from distill.responses.on_policy import OnPolicy
 from distill.responses.target import answered_texts, examples_of
 from distill.results.tracking import for_stage

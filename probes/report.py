@@ -77,10 +77,9 @@ def write_report(path: Path, name: str, added: Row) -> None:
     settings, run = added["probe_settings"], path.parent
     tried, commands = list[Table](), dict[str, str]()
     for mode in titles(added):
-        title = f"Settings tried on validation prompts, {mode}"
         # that these are few prompts is no doubt
         rows: list[Row] = [{**row, "prompts": None} for row in of_mode(settings["tried"], mode)]
-        tried.append(Table(SPEEDS, rows, title, True))
+        tried.append(Table(SPEEDS, rows, f"Settings tried on validation prompts, {mode}", True))
         if best := best_of(added, mode):
             where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
             where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""

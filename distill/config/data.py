@@ -33,8 +33,8 @@ class DataSettings(ChatSettings):
 
     source: str = "arithmetic"
     """`arithmetic` (built in), a preset (gsm8k, alpaca, ...), a file, a pattern such as data/*.parquet, a data set
-    on the Hub (name@revision), or `target`: an instruct target writes the
-    prompts. By its columns a row is a pair, a chat or a text."""
+    on the Hub (name@revision), or `target`: an instruct target writes the prompts. By its columns a row is a pair, a
+    chat or a text."""
     files: dict[Split, str] = field(default_factory=dict)
     """Local files of the splits, or patterns: {train: a-*.jsonl, test: b.csv}. A missing one is 5 % of the training
     rows."""

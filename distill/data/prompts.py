@@ -104,7 +104,7 @@ def prompt_rows(
     if path is not None:
         read, left_out = list(iter_rows(path)), LeftOut()
         given = [row for _, row in usable(read, left_out, prompt_of)]
-        notes += sentences(f"prompts from {path}", left_out)
+        notes += sentences("data.prompts.file", left_out)
         if not given:
             raise UserError(
                 f"data.prompts.file {path!r} holds no prompts: a row needs one of the columns {', '.join(ASKED)}, the "
@@ -116,7 +116,7 @@ def prompt_rows(
         for split, limit in limits.items():
             rows[split] = [row | {"number": number} for number, row in islice(numbered, round(share * limit))]
         used = sum(map(len, rows.values()))
-        notes.append(f"prompts from {path}: {used} used, {dropped.total()} dropped as repetitions")
+        notes.append(f"data.prompts.file: {used} used, {dropped.total()} dropped as repetitions")
         dropped.clear()
     if missing := [split for split, limit in limits.items() for _ in range(limit - len(rows[split]))]:
         if samples is None:

@@ -75,8 +75,8 @@ def evaluate(run: Run) -> Row:
     for mode, temperature in MODES.items():
         warp, asked = own_warp(target, temperature, {}), [list(prompt.ids) for prompt in suite.prompts[: counts[mode]]]
         with working(run.console, f"texts of the target, {mode}", counts[mode], leave=True):
-            answers = session.written(asked, warp, BATCH, current().advance)
-        texts[mode] = [([*ids, *text], len(ids)) for ids, text in zip(asked, answers)]
+            written = session.written(asked, warp, BATCH, current().advance)
+        texts[mode] = [([*ids, *text], len(ids)) for ids, text in zip(asked, written)]
         judged = texts[mode][: measured.prompts]
         answered = sum(len(ids) > n for ids, n in judged)
         with working(run.console, f"acceptance, {mode}", answered, leave=True):
@@ -90,8 +90,8 @@ def evaluate(run: Run) -> Row:
             decoding = _decoded(run, session, timed, best)
     accuracy = None
     if suite.score is not None:
-        said = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
-        accuracy = statistics.fmean(map(suite.score, suite.prompts, said))
+        answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
+        accuracy = statistics.fmean(map(suite.score, suite.prompts, answers))
     drafts = [_draft(run, name, models[name], alphas, decoding, lengths[0]) for name in models]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -127,7 +127,7 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
     assert of_file == [2, 2, 6]
     assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
     told = "1 row without a prompt dropped (row 11)", "1 row with a lone surrogate dropped (row 12)"
-    assert notes[:3] == [f"prompts from {path}: {note}" for note in (*told, "10 used, 1 dropped as repetitions")]
+    assert notes[:3] == [f"data.prompts.file: {note}" for note in (*told, "10 used, 1 dropped as repetitions")]
     few = settings(file=str(path))
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
     alone, other = (prompt_rows(few, seed, None)[0] for seed in (0, 1))

@@ -199,6 +199,7 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     card, before, made = readme.read_text(), json.loads(path.read_text()), weights.stat().st_mtime_ns
     for text in ("Nothing was measured yet", f'"num_speculative_tokens": {DRAFTED}', "280 to 287 are padding"):
         assert text in card
+    assert f"# Draft model for {tmp_path.name}\n" in card  # of a local path no more than the last name
     assert (before["measured"], before["num_speculative_tokens"], before["export"]["name"]) == ({}, 4, "adaspec")
     assert "4 tokens a round, a length that was not measured" in card
     path.write_text(json.dumps(before | {"served": [{"pays": "Under load, vllm: it pays"}, {}], "round_costs": {}}))

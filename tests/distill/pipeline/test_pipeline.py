@@ -305,7 +305,7 @@ def test_without_evaluation_the_draft_is_exported_and_once(tmp_path) -> None:
     assert not (run.folder / "report.json").exists()
     assert AutoModelForCausalLM.from_pretrained(run.export).num_parameters() > 0
     card = (run.export / "README.md").read_text()
-    assert "# Draft model for tiny/target\n" in card
+    assert "# Draft model for tiny\n" in card
     recipe = (
         "In draftsmith's settings: texts 20, max_length 256, divergence forward_kl, steps 12, batch_size 4, optimizer"
     )
