@@ -53,9 +53,8 @@ WARPS = [
 
 
 @pytest.mark.parametrize("warp", WARPS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: LogitsWarper, tiny) -> None:
-    target, draft = open_runner(tiny(family)), open_runner(tiny(family))
+def test_a_model_that_drafts_for_itself_is_always_accepted(warp: LogitsWarper, tiny) -> None:
+    target, draft = open_runner(tiny("llama")), open_runner(tiny("llama"))
     system = Method("", ModelDrafter(draft, warp, VOCAB), StopRule(4))
     out = decode(target, system, warp, PROMPT, max_new_tokens=40, rng=TorchRng(0))
     measured = metrics([out.rounds])
@@ -154,11 +153,7 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
         ["draft", "draft", "correction"], ["target"], ["draft", "draft", "draft", "target"], ["target"],
     ]  # fmt: skip
     assert [r.rejected for r in out.rounds] == [[[], [], [9]], [[]], [[], [], [], []], [[]]]
-    assert ([r.drafted for r in out.rounds], [r.accepted for r in out.rounds], [r.tested for r in out.rounds]) == (
-        [3, 0, 4, 0],
-        [2, 0, 3, 0],
-        [3, 0, 3, 0],
-    )
+    assert [(r.drafted, r.accepted, r.tested) for r in out.rounds] == [(3, 2, 3), (0, 0, 0), (4, 3, 3), (0, 0, 0)]
     cut = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, stop_ids={2})
     (only,) = cut.rounds
     assert (cut.new_ids, only.written_by, only.rejected) == ([1, 2], ["draft", "draft"], [[], []])

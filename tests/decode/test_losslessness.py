@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ from enumeration import (
     Experiment,
     ScriptedRunner,
     enumerate_runs,
-    joint_bias,
     next_logits,
     random_table,
 )
@@ -150,11 +149,10 @@ class _Looked(ParallelDrafter):
         return drafts
 
 
-@pytest.mark.parametrize("mask", [1, 3])
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize(("name", "mask"), zip(STOPS, cycle([1, 3])))
 def test_a_draft_in_one_forward_is_lossless_with_every_stop_rule(name: str, mask: int, scripted_clock) -> None:
     """The mask is a token of the target, or one that the draft alone has; q ignores the tokens that were drawn."""
-    experiment, draft = scripted_pair(tokens=3, draft_vocab=4)
+    experiment, draft = scripted_pair(tokens=3, draft_vocab=4, **APART)
     scripted_clock(experiment)
     stop = STOPS[name](replace(parts(experiment, draft), options=MethodOptions(threshold=0.3)))
     system = Method(name, _Looked(draft, SAMPLE, 3, mask), stop)
@@ -238,7 +236,7 @@ def test_every_warp_is_lossless(warp: LogitsWarper) -> None:
     assert experiment.bias(blocks(draft, warp=warp)) < TOLERANCE
 
 
-@pytest.mark.parametrize("draft_vocab", [2, 3, 5, 7])
+@pytest.mark.parametrize("draft_vocab", [2, 7])
 @pytest.mark.parametrize("warp", ["plain", "repetition-top-p", "greedy-repetition"])
 def test_padded_vocabularies_are_lossless(draft_vocab: int, warp: str) -> None:
     experiment, draft = scripted_pair(4, tokens=3, draft_vocab=draft_vocab, warp=WARPS[warp])
@@ -246,10 +244,9 @@ def test_padded_vocabularies_are_lossless(draft_vocab: int, warp: str) -> None:
     assert experiment.bias(Method("padded", ModelDrafter(draft, WARPS[warp], 4), StopRule(5))) < TOLERANCE
 
 
-@pytest.mark.parametrize("warp", ["top-p", "repetition-top-p", "greedy-repetition"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the hand-written forward, and transformers' own
+@pytest.mark.parametrize(("family", "warp"), [("llama", "repetition-top-p"), ("gpt2", "greedy-repetition")])
 def test_draft_models_of_some_tokens_are_lossless(family: str, warp: str, double) -> None:
-    """q is 0 of all other ids and sums to 1 over these, whose rows of the output head alone are read."""
+    """q is 0 of all other ids and sums to 1 over these, in the hand-written forward and in transformers' own."""
     target = double("llama", vocab_size=6)
     draft = in_double(build_tiny(family, vocab_size=6, seed=3, dtype=torch.float64))
     draft.config.draft_ids = some = [1, 2, 4]
@@ -300,7 +297,7 @@ def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str,
         assert (experiment.drafted == {0}) == (name == "none")
 
 
-@pytest.mark.parametrize("match", [2, 3, 9])
+@pytest.mark.parametrize("match", [2, 9])
 def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, scripted_clock) -> None:
     experiment, draft = scripted_pair(3, tokens=3)
     scripted_clock(experiment)
@@ -311,7 +308,7 @@ def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, scripted_c
         assert experiment.drafted != {0}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_trees_of_any_shape_are_lossless(seed: int) -> None:
     experiment, _ = scripted_pair(3, tokens=4)
     assert experiment.bias(Method("tree", RandomTree(3, nodes=12, seed=seed), StopRule())) < TOLERANCE
@@ -382,16 +379,6 @@ def blocks(draft: ScriptedRunner, stop: StopRule | None = None, warp: LogitsWarp
     return Method("blocks", ModelDrafter(draft, warp, vocab), stop or StopRule(5), BlockVerification())
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_verification_by_blocks_is_lossless_with_every_stop_rule(name: str, scripted_clock) -> None:
-    experiment, draft = scripted_pair(tokens=3, **APART)
-    scripted_clock(experiment)
-    system = blocks(draft, STOPS[name](parts(experiment, draft)))
-    assert experiment.bias(system) < TOLERANCE
-    warm_up(experiment, system)
-    assert experiment.bias(system) < TOLERANCE
-
-
 @pytest.mark.parametrize("draft_vocab", [2, 6])
 @pytest.mark.parametrize("stop_ids", [(), (0,)])
 def test_verification_by_blocks_is_lossless_over_other_vocabularies(
@@ -408,20 +395,8 @@ def test_verification_by_blocks_is_lossless_over_other_vocabularies(
 def test_verification_by_blocks_is_lossless_in_single_precision() -> None:
     experiment, draft = scripted_pair(tokens=3, **APART)
     for model in (experiment.target, draft):
-        model.logits = partial(_single, model.logits)
+        model.logits = lambda context, logits=model.logits: logits(context).float()
     assert experiment.bias(blocks(draft)) < 1e-6
-    assert experiment.target.logits((0,)).dtype == torch.float32
-
-
-def _single(logits: Callable[[tuple[int, ...]], Tensor], context: tuple[int, ...]) -> Tensor:
-    return logits(context).float()
-
-
-def test_texts_verified_by_blocks_together_are_lossless() -> None:
-    experiment, draft = scripted_pair(2, **APART)
-    system, prompts = blocks(draft, StopRule(2), vocab=2), [[0, 1, 1], [1], [0, 0]]
-    assert joint_bias(experiment.target, system, SAMPLE, prompts, 2, batch_size=2) < TOLERANCE
-    assert joint_bias(experiment.target, system, SAMPLE, prompts[:2], 3) < TOLERANCE
 
 
 def accepted(experiment: Experiment, system: Method) -> float:
@@ -453,34 +428,17 @@ class _UnscaledResidual(BlockVerification):
         return super()._after(p, q, m, lengths)
 
 
-class _OtherTests(BlockVerification):
-    """Biased: what passes is found by other tests."""
-
-    def passed(self, fail: Tensor, accept: Tensor, lengths: Sequence[int], numbers: Any) -> Tensor:
-        raise NotImplementedError
+class _LastTestIsTheRatio(BlockVerification):
+    """Biased: all n pass with min(1, p/q) of the last token, not with P."""
 
     def keep(self, p, q, x, accept, lengths, numbers):  # type: ignore[no-untyped-def]
         def accepted(fail: Tensor, lengths: Sequence[int], step: int) -> Tensor:
-            return self.passed(fail, accept, lengths, numbers)
+            return numbers.accepted(torch.cat([1 - accept[:, -1:], fail[:, 1:]], 1), lengths, 1)
 
         return super().keep(p, q, x, accept, lengths, SimpleNamespace(accepted=accepted))  # type: ignore[arg-type]
 
 
-class _StopsAtTheFirstFailure(_OtherTests):
-    """Biased: tests are passed from the start until one fails."""
-
-    def passed(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
-        return torch.tensor(lengths) - numbers.accepted(1 - fail.flip(1), lengths, 1)
-
-
-class _LastTestIsTheRatio(_OtherTests):
-    """Biased: all n pass with min(1, p/q) of the last token, not with P."""
-
-    def passed(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
-        return numbers.accepted(torch.cat([1 - accept[:, -1:], fail[:, 1:]], 1), lengths, 1)
-
-
-@pytest.mark.parametrize("rule", [_UnscaledResidual(), _StopsAtTheFirstFailure(), _LastTestIsTheRatio()])
+@pytest.mark.parametrize("rule", [_UnscaledResidual(), _LastTestIsTheRatio()])
 def test_biased_verification_by_blocks_is_caught(rule: BlockVerification) -> None:
     experiment, draft = scripted_pair(tokens=3, **APART)
     system = blocks(draft)
