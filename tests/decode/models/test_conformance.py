@@ -21,14 +21,18 @@ from architectures import (
     opened,
     table,
 )
-from families import VOCAB, resembling
-from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from enumeration import Experiment
+from families import CONTEXT, VOCAB, in_double, resembling
+from greedy import GREEDY, PROMPTS, assert_decodes, generate, together
+from heads import make_head
 from peft import LoraConfig, get_peft_model
 from reading import Reader
-from scripted import Oracle, RandomTree
+from scripted import WAYS, Oracle, RandomTree
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.drafters.model import ModelDrafter
@@ -37,10 +41,11 @@ from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models import api, huggingface
 from decode.models.api import Model, Read
-from decode.models.check import TOLERANCE, compare, open_runner, shorten_windows, twin_of
+from decode.models.check import TOLERANCE, compare, open_draft_runner, open_runner, shorten_windows, twin_of
 from decode.models.fast import layout
 from decode.models.fast.forward import FastRunner, fast_runner
-from decode.models.huggingface import HuggingFaceRunner
+from decode.models.huggingface import AGAIN, HuggingFaceRunner, RollbackCache
+from decode.options import MethodOptions
 from decode.writing import draws_of_loop, write_texts
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
@@ -127,7 +132,9 @@ def test_a_limit_of_this_package_says_so(name: str, why: str) -> None:
         decode(open_runner(model_of(name)), Method("", NoDrafter(), StopRule()), GREEDY, [1] * 65)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", ["Llama", "Gemma 3", "GPT-2", "BLOOM", "GPT-OSS", "DeepSeek-V3", "Mamba-2", "DeepSeek-V3.2", "DeepSeek-V4"]
+)
 def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     model = build_architecture(name, dtype=torch.bfloat16)
     runner = open_runner(model)
@@ -136,14 +143,11 @@ def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     assert bool(runner.tree_refusal) == (name in NO_TREES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str, dtype: torch.dtype) -> None:
-    model = build_architecture(name, dtype=dtype)
-    with pytest.raises(UserError) as refusal:
+def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str) -> None:
+    model = model_of(name)
+    with pytest.raises(UserError, match=rf"(?s){type(model).__name__}.*Llama.*model\.generate"):
         open_runner(model)
-    for fact in (type(model).__name__, "model.generate", "Llama"):
-        assert fact in str(refusal.value)
 
 
 @torch.inference_mode()
@@ -187,7 +191,6 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "field", "window"),
     [
-        ("Mistral", "sliding_window", 6),
         ("Phi-3", "sliding_window", 6),
         ("Gemma 3", "sliding_window", 128),
         ("Llama 4", "attention_chunk_size", 8192),
@@ -316,3 +319,121 @@ def test_the_documented_tables_are_what_opening_the_models_says() -> None:
         assert (opened_of(name).group == "Refused") == (name in REFUSED), name
         assert (opened_of(name).group == "Recurrent and hybrid") == (name in RECURRENT), name
         assert (opened_of(name).cells.get("trees") == ("yes", "")) == (name in TREES), name
+
+
+# -- where a text ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_a_text_ends_with_its_budget_and_with_a_stop_token_wherever_they_stand_in_a_draft(name: str, way: str) -> None:
+    runner = open_runner(model_of(name))
+    for prompt, text in zip(PROMPTS, texts_of(name)):
+        for end in range(len(prompt), len(prompt) + 8):
+            method = Method("", Oracle(text, way, VOCAB), StopRule())
+            assert_decodes(runner, method, text[: end + 1], prompt, end + 1 - len(prompt))
+            first = text.index(text[end], len(prompt))
+            assert_decodes(runner, method, text[: first + 1], prompt, stop_ids={text[end]})
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-2", "Gemma 2"])
+def test_prompts_of_one_token_and_of_the_whole_context_are_served(name: str) -> None:
+    model = model_of(name)
+    runner, draft = open_runner(model), ModelDrafter(open_runner(resembling(model, 0.15)), GREEDY, VOCAB)
+    full = [(7 * i * i + 3) % VOCAB for i in range(CONTEXT)]
+    # the last token written is never read, so it may stand past the end
+    for prompt, new, budget in (([5], 10, 10), (full, 1, 20), (full[:-3], 4, 20)):
+        wanted = generate(model, prompt, new)
+        for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
+            assert_decodes(runner, Method("", drafter, StopRule()), wanted, prompt, budget)
+
+
+@pytest.mark.parametrize(("name", "penalty"), [("Llama", 1.5), ("GPT-NeoX", 0.7), ("OPT", 1.5)])
+def test_repetition_penalties_act_as_in_generate(name: str, penalty: float) -> None:
+    model, warp, prompt = model_of(name), LogitsWarper(repetition_penalty=penalty), PROMPTS[1]
+    runner, draft = open_runner(model), open_runner(resembling(model, 0.15))
+    wanted = generate(model, prompt, NEW, repetition_penalty=penalty)
+    assert wanted != texts_of(name)[1]
+    for drafter in (ModelDrafter(draft, warp, VOCAB), Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
+        text = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
+        assert text.ids == wanted
+        assert sum(r.accepted for r in text.rounds) > 3
+
+
+# -- models with a state beside keys and values ----------------------------------------------------------------------------
+
+
+IDS = (torch.arange(40) * 7919 + 1) % VOCAB
+
+
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+@torch.inference_mode()
+def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: str) -> None:
+    """Also several in a row, behind the copied states and before them, and with more to read again than `AGAIN`.
+
+    Delta rules of random weights grow rounding to hundredths; a state of another position is wrong by whole units.
+    """
+    model = model_of(name)
+    runner = open_runner(model)
+    whole = model(input_ids=IDS[None], use_cache=False, output_hidden_states=True)
+    fresh, states = whole.logits[0], whole.hidden_states[1][0]
+    cache = runner.new_cache()
+    runner.forward([Read(cache, IDS[:8])])
+    pieces = [(3, 0), (5, 4), (5, 3), (1, 0), (6, 5), (7, 2), (9, 1), (2, 1), (9, 9), (4, 12), (6, 1), (1, 1)]
+    for piece, back in pieces:
+        start = cache.length
+        out = runner.forward([Read(cache, IDS[start : start + piece])], capture=(1,))
+        torch.testing.assert_close(out.logits, fresh[start : start + piece], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(out.captured, states[start : start + piece], rtol=0.05, atol=0.05)
+        cache.truncate(start + piece - back)
+        assert cache.length == start + piece - back
+    cache.truncate(3 + AGAIN)
+    assert len(cache.unread) > AGAIN
+    start = cache.length
+    out = runner.forward([Read(cache, IDS[start : start + 2])], capture=(1,), last=1)
+    torch.testing.assert_close(out.logits, fresh[start + 1 : start + 2], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(out.captured, states[start : start + 2], rtol=0.05, atol=0.05)
+    assert len(out.hidden) == 1
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Mamba-2"])
+def test_sampled_drafts_are_exact_on_a_hybrid_and_on_a_recurrent_target(name: str, monkeypatch) -> None:
+    """By enumeration of the production loop, whose draft keeps a state too; a state that is not put back is found."""
+    monkeypatch.setattr(Tensor, "float", lambda self: self.double())  # these models compute parts of it in float32
+    target = in_double(build_architecture(name, vocab_size=2)).double()
+    warp, options = LogitsWarper(0.9), MethodOptions(draft_length=2)
+    draft = HuggingFaceRunner(resembling(target, 0.15))
+    inputs = MethodInputs(HuggingFaceRunner(target), warp, draft, options=options)
+    experiment = Experiment(inputs.target, warp, [0, 1, 1, 0, 1], 3)
+    with torch.inference_mode():
+        assert experiment.bias(build("vanilla", inputs)) < 1e-12
+        assert max(experiment.drafted) > 0
+
+        def only_cut(cache: RollbackCache, length: int) -> None:
+            cache.read = length
+            cache._crop(length)
+
+        monkeypatch.setattr(RollbackCache, "rewind", only_cut)
+        assert experiment.bias(build("vanilla", inputs)) > 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_texts_in_a_batch_are_those_of_generate(name: str) -> None:
+    model = model_of(name)
+    runner, draft = open_runner(model), open_runner(resembling(model, 0.1))
+    wanted = [generate(model, prompt, 12) for prompt in PROMPTS]
+    for method in ("prompt-lookup", "vanilla"):
+        system = build(method, MethodInputs(runner, GREEDY, draft, options=MethodOptions(draft_length=3)))
+        texts = together(runner, system, PROMPTS, batch_size=3, max_new_tokens=12)
+        assert [text.ids for text in texts] == wanted
+        assert sum(r.drafted for text in texts for r in text.rounds) > 0
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "LFM2", "Gemma 4"])
+def test_heads_are_made_for_targets_without_attention_heads_and_with_layers_of_several_shapes(name: str) -> None:
+    model = model_of(name)
+    runner = open_runner(model)
+    head = open_draft_runner(make_head(model, 3), model)
+    text = generate(model, PROMPTS[0])
+    rounds = assert_decodes(runner, build("eagle", MethodInputs(runner, GREEDY, draft=head)), text, PROMPTS[0])
+    assert sum(r.drafted for r in rounds) > 0

@@ -44,7 +44,6 @@ from decode.models.heads.runner import DraftHeadRunner, HeadRunner, in_target
 from decode.models.huggingface import HuggingFaceRunner
 from decode.options import MethodOptions
 
-FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
 
@@ -65,10 +64,13 @@ def drafted(drafter: Drafter, target: Model, ids: list[int], window: int, max_de
         return begin(drafter, target, ids).propose(ids, StopRule(window), max_depth)
 
 
-@pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma2"])  # Gemma's embedding is more than its table
-def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, pack: str, tiny) -> None:
+@pytest.mark.parametrize(
+    ("family", "pack"),
+    # Gemma's embedding is more than its table
+    [("llama", "off"), ("llama", "on"), ("qwen3", "off"), ("gpt2", "off"), ("gemma2", "off")],
+)
+def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, pack: str, version: int, tiny) -> None:
     target = tiny(family, **({"final_logit_softcapping": None} if family == "gemma2" else {}))
     runner, ids = as_runner(target, version, pack), PROMPTS[1] + [5, 6, 2, 7]
     start, head = len(PROMPTS[1]), Reader(runner)
@@ -83,8 +85,7 @@ def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version:
         torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("pack", ["off", "on"])
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("version", "pack"), [(1, "off"), (3, "on")])
 def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pack: str, tiny) -> None:
     target, ids = tiny("llama"), PROMPTS[0]
     runner, source = as_runner(target, version, pack), Reader(open_runner(target))
@@ -229,14 +230,13 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     assert 2 < len(asked) < len(trace) - 2
 
 
-@pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize(
-    ("family", "make"), [("llama", fast_runner), ("qwen3", fast_runner), ("gpt_neox", HuggingFaceRunner)]
+    ("family", "make", "version"),
+    [("llama", fast_runner, 3), ("qwen3", fast_runner, 1), ("gpt_neox", HuggingFaceRunner, 3)],
 )
 def test_feature_heads_are_lossless(family: str, make: Callable[..., Model], version: int, double) -> None:
     target = double(family, vocab_size=SMALL)
     warp = LogitsWarper(temperature=1.3, top_k=2)
-
     runner, head = make(target), as_runner(target, version)
     there = Experiment(runner, warp, PROMPT, 3, forward=after(target))
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
@@ -245,7 +245,7 @@ def test_feature_heads_are_lossless(family: str, make: Callable[..., Model], ver
     for drafter in (chain, tree, pruned, *hybrids, HybridDrafter(tree, match=3, branch=2)):
         assert there.bias(Method("", drafter, StopRule(3))) < 1e-12
         assert {r.accepted for trace in there.traces for r in trace} >= {0, 1}
-        if family == "llama" and version == 3:
+        if family == "llama":
             with torch.inference_mode():
                 assert joint_bias(runner, Method("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
     entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())
@@ -283,10 +283,7 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
 
 
 def test_three_different_states_are_captured_whatever_the_depth() -> None:
-    for layers in range(3, 40):
-        captured_layers = default_captured_layers(layers)
-        assert list(captured_layers) == sorted(set(captured_layers))
-        assert 0 <= captured_layers[0] < captured_layers[2] < layers
+    assert all(len(set(default_captured_layers(layers))) == 3 for layers in range(3, 40))
     assert default_captured_layers(2) == (0, 1)
     assert default_captured_layers(32) == (2, 16, 29)
     assert default_captured_layers(4) == (1, 2, 3)

@@ -14,13 +14,7 @@ from decode.models import check
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.fast import forward, layout, weights
 from decode.models.fast.forward import FastRunner
-from decode.models.fast.weights import (
-    HalfLinear,
-    Linear,
-    Linears,
-    PackedLinear,
-    halvable,
-)
+from decode.models.fast.weights import HalfLinear, Linear, Linears, PackedLinear, halvable
 from decode.models.huggingface import HuggingFaceRunner
 
 SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
@@ -68,9 +62,9 @@ def test_a_layout_is_chosen_by_the_size_of_a_weight(monkeypatch: pytest.MonkeyPa
     assert make.sentence() == "weights: 0.0 MB packed"
 
 
-def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def in_sixteen_bits(model: PreTrainedModel) -> PreTrainedModel:
     """The same with weights that 16 bits hold, in float32."""
-    return copy.deepcopy(model).to(dtype).float()
+    return copy.deepcopy(model).bfloat16().float()
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +74,7 @@ def small_weights_count_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @X86
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @torch.inference_mode()
 def test_a_target_published_in_sixteen_bits_is_read_in_sixteen_with_its_own_results(family: str, tiny) -> None:
     model, ids = in_sixteen_bits(tiny(family)), torch.arange(9) % VOCAB
