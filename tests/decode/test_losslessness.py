@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import (
-    Clock,
-    EnumerationNumbers,
-    Experiment,
-    ScriptedRunner,
-    enumerate_runs,
-    next_logits,
-    random_table,
-)
+from enumeration import Clock, EnumerationNumbers, Experiment, ScriptedRunner, enumerate_runs, next_logits, random_table
 from families import build_tiny, in_double
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor

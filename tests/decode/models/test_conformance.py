@@ -190,11 +190,7 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "field", "window"),
-    [
-        ("Phi-3", "sliding_window", 6),
-        ("Gemma 3", "sliding_window", 128),
-        ("Llama 4", "attention_chunk_size", 8192),
-    ],
+    [("Phi-3", "sliding_window", 6), ("Gemma 3", "sliding_window", 128), ("Llama 4", "attention_chunk_size", 8192)],
 )
 def test_a_tree_mask_without_the_window_is_noticed(
     name: str, field: str, window: int, monkeypatch: pytest.MonkeyPatch

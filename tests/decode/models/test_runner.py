@@ -177,11 +177,7 @@ def test_a_tree_knows_its_depths_children_and_texts() -> None:
 
 def test_a_branch_joins_a_tree_where_they_agree_and_no_node_twice() -> None:
     tree = Draft([5, 6, 7, 8], [-1, -1, 0, 2])
-    for branch, new in (
-        ([5, 7, 9], [(5, 7, 9)]),
-        ([4, 5], [(4,), (4, 5)]),
-        ([5, 7], []),
-    ):
+    for branch, new in (([5, 7, 9], [(5, 7, 9)]), ([4, 5], [(4,), (4, 5)]), ([5, 7], [])):
         joined = tree.with_branch(branch)
         assert set(paths(joined)) == set(paths(tree)) | set(new)
         assert len(joined) == len(set(paths(joined))) == len(joined)
