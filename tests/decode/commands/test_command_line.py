@@ -59,22 +59,25 @@ def test_methods_lists_every_stop_rule_and_acceptance_rule(capsys):
     assert all(name in shown for name in (*STOPS, *PROBE_STOPS, *RULES))
 
 
+HELP = """
+import decode.__main__, distill.__main__, probes.__main__, pytest
+decode.__main__.main(["bench", "--help"])
+for package, argv in ((distill, ["--help"]), (probes, ["--help"])):
+    pytest.raises(SystemExit, package.__main__.main, argv)
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("from decode.__main__ import main; main(['bench', '--help'])", "torch transformers pyarrow jinja2 numpy"),
-        (
-            "import distill.__main__ as d, pytest; pytest.raises(SystemExit, d.main, ['--help'])",
-            "torch lightning numpy",
-        ),
-        ("import distill.__main__ as d, pytest; pytest.raises(SystemExit, d.main, ['ablate', '--help'])", "torch"),
-        ("import probes.__main__ as p, pytest; pytest.raises(SystemExit, p.main, ['--help'])", "torch lightning numpy"),
+        (HELP, "torch transformers pyarrow jinja2 numpy lightning"),
+        (HELP + "pytest.raises(SystemExit, distill.__main__.main, ['ablate', '--help'])", "torch"),
         # transformers itself imports jinja2
         ("import decode.commands.generate", "pyarrow datasets pandas decode.measure.suites decode.measure.report"),
     ],
 )
 def test_commands_load_only_what_they_need(code, absent):
-    code += f"; import sys; sys.exit(' '.join(sys.modules.keys() & {set(absent.split())!r}) or 0)"
+    code += f"\nimport sys; sys.exit(' '.join(sys.modules.keys() & {set(absent.split())!r}) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -84,7 +87,6 @@ def test_the_program_is_the_three_packages(capsys, monkeypatch):
     for argv, status, words in (
         (["--version"], 0, f"draftsmith {version('draftsmith')}"),
         (["decode", "methods"], 0, "hybrid-tree"),
-        (["probe", "--help"], 0, "usage: draftsmith probe"),
         (["distill", "--name"], 2, "--name has the values []"),
         (["distil"], 2, "did you mean 'distill'?"),
     ):
@@ -140,10 +142,7 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
     [
         (["bnch"], "did you mean 'bench'"),
         (["bench", "--config", "{}", "bnch: {limit: 3}"], "unknown key 'bnch'; the nearest known key is 'bench"),
-        (
-            ["bench", "--config", "{}", "bench: {limt: 3}"],
-            "section bench: unknown key 'limt'; the nearest known key is",
-        ),
+        (["bench", "--config", "{}", "bench: {limt: 3}"], "section bench: unknown key 'limt'; the nearest known key"),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
         (["bench", "--target", "t", "--methods", "rest"], "draftsmith decode datastore build"),
         (["bench"], "--target is missing"),
