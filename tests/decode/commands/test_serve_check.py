@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from heads import filed_head
-from pairs import make_tokenizer, save_pair
+from pairs import edit, make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 from simulated_engine import SimulatedEngine, simulated
 
@@ -173,10 +173,6 @@ def test_a_block_head_is_checked_where_it_is_run_as_trained_and_no_longer_than_i
 
 def named(folder: Path) -> list[str]:
     return [cause.name for cause in causes_in_files(folder / "target", folder / "draft")]
-
-
-def edit(path: Path, **fields: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def other_weights(folder: Path) -> None:

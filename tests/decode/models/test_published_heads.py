@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from huggingface_hub import constants
-from pairs import into_cache
+from pairs import edit, into_cache
 from plain_logits import head_logits
 from reading import Reader
 from safetensors.torch import load_file, save_file
@@ -407,8 +407,7 @@ def test_what_a_head_has_beside_the_network_is_refused(target, tmp_path) -> None
 def test_a_published_pard_draft_is_a_language_model_that_drafts_in_one_forward(tiny, tmp_path: Path) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"pard_token": 47, "spd_type": "pard"}))
+    edit(tmp_path / "config.json", pard_token=47, spd_type="pard")
     assert not head_kind(tmp_path)
     again = load_model(tmp_path, device="cpu", dtype="auto")
     assert (mask_of(again), mask_of(open_runner(again)), mask_of(model)) == (47, 47, None)
