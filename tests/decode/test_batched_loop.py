@@ -139,7 +139,7 @@ WARP = LogitsWarper(temperature=1.3, top_k=2)
     ("family", "runner", "tokens"),
     [("llama", fast_runner, 2), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
 )
-def test_two_texts_are_lossless_together_through_real_caches(
+def test_two_texts_are_lossless_through_real_caches(
     family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, double, tmp_path
 ) -> None:
     model = double(family, vocab_size=8)
@@ -245,7 +245,7 @@ def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> 
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
+def test_no_more_texts_are_decoded_at_once_than_memory_holds(
     fast: bool, methods, tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")

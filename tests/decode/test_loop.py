@@ -92,9 +92,7 @@ def test_a_prompt_is_read_in_pieces_of_a_bounded_length(monkeypatch: pytest.Monk
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
     ],
 )
-def test_bad_prompts_are_refused_before_any_work(
-    prompt: list[int], options: dict[str, int], message: str, tiny
-) -> None:
+def test_bad_prompts_are_refused(prompt: list[int], options: dict[str, int], message: str, tiny) -> None:
     runner = open_runner(tiny("llama"))
     with pytest.raises(UserError, match=message):
         decode(runner, Method("", NoDrafter(), StopRule()), LogitsWarper(), prompt, **options)

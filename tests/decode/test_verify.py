@@ -11,6 +11,7 @@ import pytest
 import torch
 from enumeration import Experiment, ScriptedRunner, enumerate_runs, next_logits, random_table
 from heads import make_block_head
+from reading import watched
 from scripted import RandomTree
 from torch import Tensor
 
@@ -152,9 +153,7 @@ def tables() -> list[ScriptedRunner]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_neutral_rules_are_bit_identical_with_the_exact_one(
-    rule: AcceptanceRule, drafter: str, warp: LogitsWarper
-) -> None:
+def test_neutral_rules_are_the_exact_one_to_the_bit(rule: AcceptanceRule, drafter: str, warp: LogitsWarper) -> None:
     target, draft = tables()
     for seed in range(3):
         made = [ModelDrafter(draft, warp, 5) if drafter == "model" else RandomTree(5) for _ in range(2)]
@@ -288,16 +287,10 @@ def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_th
 @pytest.mark.parametrize("unwarped", [False, True])
 def test_drafts_keep_their_logits_only_for_a_rule_that_compares_them(unwarped: bool) -> None:
     kept: list[bool] = []
-
-    class Watched(ModelDrafter):
-        def propose(self, requests, device):
-            drafts = super().propose(requests, device)
-            kept.append(drafts.logits is not None)
-            return drafts
-
     target, draft = tables()
     warp = LogitsWarper(temperature=1.0)
-    system = Method("", Watched(draft, warp, 5), StopRule(3), JensenShannon(unwarped=unwarped))
+    drafter = watched(ModelDrafter(draft, warp, 5), lambda _, drafts: kept.append(drafts.logits is not None))
+    system = Method("", drafter, StopRule(3), JensenShannon(unwarped=unwarped))
     decode(target, system, warp, [0], max_new_tokens=3, rng=TorchRng(0))
     assert kept[0] == unwarped
 

@@ -112,9 +112,7 @@ def test_switches_need_no_value_and_texts_may_hold_commas_and_hyphens(tmp_path: 
 
 
 @pytest.mark.parametrize("written", ["1.10", "007", "2020-01-01", "yes", "1e3", "# a", "~", "[INST]", "{a: 1}"])
-def test_a_text_that_looks_like_another_value_stays_a_text_in_quotes_or_as_an_option(
-    tmp_path: Path, written: str
-) -> None:
+def test_a_text_that_looks_like_another_value_stays_a_text(tmp_path: Path, written: str) -> None:
     got = read(tmp_path, f"name: '{written}'\nlink: '{written}'\nstop: ['{written}']\nany: {{a: [1e6, null]}}\n")
     assert (got.name, got.link, got.stop, got.any) == (written, written, [written], {"a": [1e6, None]})
     got = read(tmp_path, "", "--name", written, "--link", written, "--stop", written)
@@ -195,9 +193,7 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
         (OSError(errno.EOPNOTSUPP, "no links", "/x"), 2, "error: /x cannot be written: no links; choose another"),
     ],
 )
-def test_foreseeable_ends_give_one_line_and_others_pass_through(
-    error: BaseException, status: int, words: str, capsys
-) -> None:
+def test_foreseeable_ends_give_one_line_and_others_pass(error: BaseException, status: int, words: str, capsys) -> None:
     def fail(with_error: BaseException) -> None:
         raise with_error
 

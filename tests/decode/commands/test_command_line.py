@@ -203,9 +203,7 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
     assert [row["prompts"] for row in rows] == [1, 1, 1]
 
 
-def test_a_benchmark_whose_output_cannot_be_written_is_refused_before_models_are_loaded(
-    folder, tmp_path, capsys, monkeypatch
-):
+def test_an_output_that_cannot_be_written_is_refused_before_models_are_loaded(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("decode.models.open.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     (tmp_path / "here").write_text("a file")
     argv = ["bench", "--target", str(folder / "target"), "--suite", "open", "--methods", "prompt-lookup"]

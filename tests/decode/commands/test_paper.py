@@ -49,9 +49,7 @@ def test_our_numbers_stand_beside_the_papers() -> None:
     assert of_adasd == [("1.500", "0.300"), ("1.136", "0.463")]
 
 
-def test_a_configuration_is_measured_and_its_report_can_be_read_again(
-    tmp_path: Path, tiny, capsys, monkeypatch
-) -> None:
+def test_a_configuration_is_measured_and_its_report_read_again(tmp_path: Path, tiny, capsys, monkeypatch) -> None:
     save_pair(tmp_path, tiny)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs/papers/ears").mkdir(parents=True)

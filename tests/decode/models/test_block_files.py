@@ -153,9 +153,7 @@ HEADS = {
         ("speculators", "mixed"),
     ],
 )
-def test_a_head_drafts_as_it_does_where_it_was_published(
-    format: str, name: str, target: PreTrainedModel, tmp_path
-) -> None:
+def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
     head = filed_head(target, **HEADS[name])
     if format == "ours":
         save_head(head, tmp_path)

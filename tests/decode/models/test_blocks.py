@@ -14,7 +14,7 @@ from families import build_architecture
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate, together
 from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
-from reading import on_host
+from reading import on_host, watched
 from torch import Tensor
 
 from decode.core.draft import Drafts
@@ -65,7 +65,7 @@ def test_a_gpus_visibility_is_the_cpus_mask_and_vllms(window: int | None, causal
 
 @pytest.mark.parametrize(("dtype", "pack"), [(torch.float32, "on"), (torch.float64, "off")])
 @pytest.mark.parametrize(("version", "shape"), KINDS)
-def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
+def test_the_runner_drafts_what_the_plain_twin_says(
     version: str, shape: dict[str, Any], dtype: torch.dtype, pack: str, tiny
 ) -> None:
     target = tiny("llama", vocab_size=SMALL, dtype=dtype)
@@ -154,9 +154,7 @@ WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention",
 @pytest.mark.parametrize(
     ("version", "shape"), [("dspark", {}), ("dflash2", WINDOWED), ("dflash2", WINDOWED | {"draft_vocab": 24})]
 )
-def test_every_round_drafts_each_slot_given_the_token_before(
-    version: str, shape: Any, sample: bool, double, monkeypatch
-) -> None:
+def test_every_round_drafts_each_slot_given_the_token_before(version: str, shape: Any, sample: bool, double) -> None:
     """Greedily or drawn from q, which a selector sets to 0 outside its candidates; a window's rows stay in the cache."""
     target = double("llama")
     module, warp, ids = make_block_head(target, version, **shape), LogitsWarper(0.8), list(PROMPTS[0])
@@ -164,13 +162,8 @@ def test_every_round_drafts_each_slot_given_the_token_before(
     options = MethodOptions(draft_length=3, sample_block=sample)
     method = build("block", MethodInputs(runner, warp, head, options=options))
     text, kept = Text(runner, method, warp, ids, max_new_tokens=24, rng=TorchRng(0)), module.draft_ids()
-    propose, proposed = method.drafter.propose, list[Drafts]()
-
-    def noted(requests: Any, device: Any) -> Drafts:
-        proposed.append(propose(requests, device))  # rounds do not keep q
-        return proposed[-1]
-
-    monkeypatch.setattr(method.drafter, "propose", noted)
+    proposed = list[Drafts]()
+    watched(method.drafter, lambda _, drafts: proposed.append(drafts))  # rounds do not keep q
     for _ in run(runner, method, [text]):
         (draft,), q = on_host(proposed[-1]), proposed[-1].probs
         rows = plain_scores(module, target, ids, draft.ids[:-1], draft.depth) if draft.ids else ()

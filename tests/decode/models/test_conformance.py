@@ -98,7 +98,7 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("piece", [4, 512])
-def test_a_prompt_behind_the_boundary_of_longrope_has_the_whole_context_and_others_end_there(
+def test_texts_end_at_the_boundary_of_longrope_unless_their_prompt_is_behind_it(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts are those of generate, which goes on at the boundary of 16 tokens, and longer ones by other frequencies."""
@@ -192,7 +192,7 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
     ("name", "field", "window"),
     [("Phi-3", "sliding_window", 6), ("Gemma 3", "sliding_window", 128), ("Llama 4", "attention_chunk_size", 8192)],
 )
-def test_a_tree_mask_without_the_window_is_noticed(
+def test_a_tree_mask_without_its_window_is_noticed(
     name: str, field: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the check at opening: it reads past the end of a window of any length."""

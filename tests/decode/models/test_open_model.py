@@ -133,9 +133,7 @@ def test_nothing_in_a_models_files_is_left_unread(folder: Path) -> None:
         assert re.search(words, refused) if words else not refused, (words, refused)
 
 
-def test_a_folder_that_holds_two_models_is_refused_and_an_index_without_shards_is_not(
-    tmp_path: Path, tiny: Any
-) -> None:
+def test_a_folder_of_two_models_is_refused_and_an_index_without_shards_is_not(tmp_path: Path, tiny: Any) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
@@ -244,7 +242,7 @@ def test_weights_of_the_name_that_the_configuration_gives_are_read_by_all(tmp_pa
     ],
     ids=str,
 )
-def test_a_name_on_the_hub_is_read_from_its_snapshot_by_the_same_rules(
+def test_a_name_on_the_hub_is_read_by_the_same_rules(
     file: str, content: Any, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = load_model(folder / "target", **CPU).lm_head.weight

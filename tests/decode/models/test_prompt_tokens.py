@@ -23,9 +23,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
-def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_token_or_not(
-    template: str, adds: bool
-) -> None:
+def test_a_chat_is_what_its_template_writes_with_and_without_a_start_token(template: str, adds: bool) -> None:
     """Engines send the template's text with add_special_tokens=False, as transformers does."""
     tokenizer = with_start(template, adds=adds)
     ids = chat_ids(tokenizer, HELLO)

@@ -44,7 +44,7 @@ def written(model: PreTrainedModel, warp: LogitsWarper, **options) -> list[list[
 @pytest.mark.parametrize(
     ("family", "tuned"), [*((family, True) for family in FAMILIES), ("llama", False), ("gemma3", False)]
 )
-def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(
+def test_a_batch_is_answered_as_generate_answers_each(
     tiny: Tiny, family: str, tuned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not tuned:  # as on a GPU
@@ -92,7 +92,7 @@ def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: LogitsW
 
 
 @pytest.mark.parametrize("warp", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
+def test_a_text_does_not_depend_on_its_neighbours(
     tiny: Tiny, warp: LogitsWarper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, dice = tiny("llama"), random.Random(0)
