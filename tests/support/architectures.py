@@ -70,10 +70,10 @@ def start(model: PreTrainedModel) -> None:
     start_from_target(EAGLE3.create(model, None, StudentSettings(kind="eagle3"), 0), model)
 
 
-def opened(name: str, model: PreTrainedModel) -> Opened:
+def opened(name: str, model: PreTrainedModel, to_runner: Callable[[PreTrainedModel], Model] = open_runner) -> Opened:
     """What opening a model for decoding, and starting each kind of training with it, come to."""
     made: list[Any] = []
-    if why := refusal(lambda: made.append(open_runner(model))):
+    if why := refusal(lambda: made.append(to_runner(model))):
         return Opened(name, "Refused", {"chains": ("no", why)})
     runner = made[0]
     experts = any("expert" in part for part, _ in model.named_modules())
