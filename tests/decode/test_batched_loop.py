@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from enumeration import ScriptedRunner, joint_bias, random_table
+from enumeration import Experiment, ScriptedRunner, joint_bias, random_table
 from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, generate, together
-from scripted import corpus_drafters
+from plain_logits import after
+from scripted import RandomTree, corpus_drafters
 from transformers import PreTrainedModel
 
 from decode.core import verify
@@ -132,26 +133,45 @@ def test_faults_of_a_batch_are_caught(name: str, monkeypatch: pytest.MonkeyPatch
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 2) > 1e-3
 
 
-WARP = LogitsWarper(temperature=1.3, top_k=2)
+WARP = LogitsWarper(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
+LONG = [3, 1, 4, 1, 5, 1, 4]
 
 
-@pytest.mark.parametrize(
-    ("family", "runner", "tokens"),
-    [("llama", fast_runner, 2), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
-)
-def test_two_texts_are_lossless_through_real_caches(
-    family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, double, tmp_path
-) -> None:
+CASES = [
+    ("llama", fast_runner),
+    ("mistral", fast_runner),
+    ("mistral", HuggingFaceRunner),
+    ("gpt_neox", fast_runner),
+    ("gpt2", HuggingFaceRunner),
+    ("gemma3", fast_runner),
+]
+
+
+@pytest.mark.parametrize(("family", "runner"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_chains_and_trees_are_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
+    """Tiny random models in float64, with the real caches, positions and masks."""
+    model = double(family, vocab_size=8)
+    chains, trees = (Experiment(runner(model), WARP, LONG, tokens, forward=after(model)) for tokens in (3, 5))
+    drafter = ModelDrafter(runner(resembling(model, 0.2)), WARP, 8)
+    assert chains.bias(Method("model", drafter, StopRule(5))) < TOLERANCE
+    assert {r.accepted for trace in chains.traces for r in trace} == {0, 1, 2}
+    accepted = set()
+    for seed in range(2):
+        assert trees.bias(Method("tree", RandomTree(8, nodes=60, seed=seed), StopRule())) < TOLERANCE
+        accepted |= {r.accepted for trace in trees.traces for r in trace}
+    assert accepted >= {0, 1}  # the cache was gathered along paths
+
+
+@pytest.mark.parametrize(("family", "runner"), [CASES[0], CASES[3], CASES[4]])
+def test_two_texts_are_lossless_through_real_caches(family: str, runner: type[Model], double, tmp_path) -> None:
     model = double(family, vocab_size=8)
     target, draft = runner(model), runner(resembling(model, 0.2))
-    prompts = [[3, 1, 4, 1, 5, 1, 4], [2, 7]]
-    lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]
-    drafters = [(ModelDrafter(draft, WARP, 8), tokens), (lookahead(), 2)]
+    drafters = [ModelDrafter(draft, WARP, 8), corpus_drafters(tmp_path, 8, [LONG * 3])["lookahead"]()]
     if isinstance(target, FastRunner):
-        drafters.append((EarlyExitDrafter(target, WARP, 1), 2))
+        drafters.append(EarlyExitDrafter(target, WARP, 1))
     with torch.inference_mode():
-        for drafter, count in drafters:
-            assert joint_bias(target, Method("", drafter, StopRule(3)), WARP, prompts, count) < TOLERANCE
+        for drafter in drafters:
+            assert joint_bias(target, Method("", drafter, StopRule(3)), WARP, [LONG, [2, 7]], 2) < TOLERANCE
 
 
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 9, 4] * 6, [40, 2], [8] * (CONTEXT - 6), [11, 30, 7]]

@@ -20,7 +20,6 @@ from decode.drafters.base import NoDrafter
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.loop import Method, Text, decode, run
-from decode.models import api
 from decode.models.check import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7]
@@ -61,25 +60,6 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(warp: LogitsWarper, t
     assert measured["alpha"] == pytest.approx(1, abs=1e-5)
     assert measured["accepted_per_drafted"] == 1
     assert measured["accepted_length"] == 5
-
-
-def test_a_prompt_is_read_in_pieces_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch, tiny) -> None:
-    model, seen = tiny("llama"), list[int]()
-    runner, draft = open_runner(model), open_runner(tiny("llama", seed=2))
-    monkeypatch.setattr(api, "PIECE", 5)
-    for read in (runner, draft):
-        forward = read.forward
-
-        def noted(reads, forward=forward, **options):  # type: ignore[no-untyped-def]
-            seen.extend(len(r.tokens) for r in reads)
-            return forward(reads, **options)
-
-        monkeypatch.setattr(read, "forward", noted)
-    prompt = [i % VOCAB for i in range(5, 22)]
-    text = generate(model, prompt, 8)
-    system = Method("", ModelDrafter(draft, LogitsWarper(), VOCAB), StopRule(3))
-    assert decode(runner, system, LogitsWarper(), prompt, max_new_tokens=8).ids == text
-    assert seen[:8] == [5, 5, 5, 1] * 2  # all but the pending token, by the target and by the draft
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,6 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
         (["bench", "--config", "{}", "bnch: {limit: 3}"], "unknown key 'bnch'; the nearest known key is 'bench"),
         (["bench", "--config", "{}", "bench: {limt: 3}"], "section bench: unknown key 'limt'; the nearest known key"),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
-        (["bench", "--target", "t", "--methods", "rest"], "draftsmith decode datastore build"),
         (["bench"], "--target is missing"),
     ],
 )

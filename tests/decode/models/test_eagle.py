@@ -64,27 +64,6 @@ def drafted(drafter: Drafter, target: Model, ids: list[int], window: int, max_de
         return begin(drafter, target, ids).propose(ids, StopRule(window), max_depth)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize(
-    ("family", "pack"),
-    # Gemma's embedding is more than its table
-    [("llama", "off"), ("llama", "on"), ("qwen3", "off"), ("gpt2", "off"), ("gemma2", "off")],
-)
-def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, pack: str, version: int, tiny) -> None:
-    target = tiny(family, **({"final_logit_softcapping": None} if family == "gemma2" else {}))
-    runner, ids = as_runner(target, version, pack), PROMPTS[1] + [5, 6, 2, 7]
-    start, head = len(PROMPTS[1]), Reader(runner)
-    source = Reader(open_runner(target))
-    source.read(ids[: start - 1], head=0, capture=runner.head.captured_layers)
-    head.cache.settle(source.out.captured)
-    head.read(ids[: start - 1], head=0)
-    # the pending token with a true feature, then with the head's own states
-    rows = [head.read([token], head=1) for token in ids[start - 1 : -1]]
-    for depth, row in enumerate(rows, 1):
-        wanted = head_logits(runner.head, target, ids[: start + depth], start + depth - 1, depth)
-        torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(("version", "pack"), [(1, "off"), (3, "on")])
 def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pack: str, tiny) -> None:
     target, ids = tiny("llama"), PROMPTS[0]
@@ -116,26 +95,23 @@ def test_a_tree_holds_the_likeliest_nodes_below_the_likeliest_of_each_level(thre
     target, numbers = tiny("llama"), torch.Generator().manual_seed(0)
     scores = -torch.randint(1, 16, (20, 3), generator=numbers).sort(-1).values / 4  # exact, and often equal
     ids, limits, least = torch.randint(0, 20, (20, 3), generator=numbers), [1, 4, 3, 5], math.log(threshold or 1e-300)
-    drafter = FeatureTreeDrafter(
-        as_runner(target, 3), open_runner(target), GREEDY, width=3, nodes=7, threshold=threshold
-    )
+    shape = {"width": 3, "nodes": 7, "threshold": threshold}
+    drafter = FeatureTreeDrafter(as_runner(target, 3), open_runner(target), GREEDY, **shape)
 
     def plain(first: int, limit: int) -> list[tuple[int, ...]]:
         nodes, above = [], [(0.0, (first,))]
         for _ in range(limit):
             level = [
-                (score + value, (*path, token))
+                (score + scores[path[-1], i].item(), (*path, ids[path[-1], i].item()))
                 for score, path in above
-                for value, token in zip(scores[path[-1]].tolist(), ids[path[-1]].tolist())
+                for i in range(3)
             ]
             nodes += level
             above = sorted(level, key=lambda node: -node[0])[:3]
         return [path[1:] for score, path in sorted(nodes, key=lambda node: -node[0])[:7] if score >= least]
 
     first = torch.tensor([[3], [8], [12], [17]])
-    grown = drafter.grow(
-        (scores[first], ids[first]), lambda level, at, tokens: (scores[tokens], ids[tokens]), limits, 3
-    )
+    grown = drafter.grow((scores[first], ids[first]), lambda level, at, x: (scores[x], ids[x]), limits, 3)
     for tree, token, limit in zip(grown, first[:, 0].tolist(), limits):
         assert sorted(paths(tree)) == sorted(plain(token, limit))
     assert grown[0].depth == 1
@@ -255,24 +231,15 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
     assert not head_kind(tmp_path / "absent")
     again = load_head(tmp_path, target)
     assert head_logits(again, target, ids, 3, 2).equal(head_logits(head, target, ids, 3, 2))
-    with pytest.raises(UserError, match="width"):
-        load_head(tmp_path, tiny("llama", vocab_size=SMALL))
     file = tmp_path / "model.safetensors"
     if version == 3:  # of the tables of its vocabulary the mask follows from the other one
         state = load_file(file)
         drafted = state.pop("t2d").nonzero()[:, 0]
         save_file(state, file)
         assert load_head(tmp_path, target).draft_ids().equal(drafted)
-        del state["d2t"]
-        save_file(state, file)
-        with pytest.raises(UserError, match="d2t"):
-            load_head(tmp_path, target)
     head.fc.weight.data[0, 0] = math.nan
     save_head(head, tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} .*its weights are not finite"):
-        load_head(tmp_path, target)
-    file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="is cut off or damaged"):
         load_head(tmp_path, target)
 
 

@@ -328,7 +328,8 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
     target = tiny(family, num_hidden_layers=4, **more)
     state = publish(tmp_path, target, format)
     assert head_kind(tmp_path)
-    runner, ids = HeadRunner(load_head(tmp_path, target), target), PROMPTS[1] + [5, 6, 2, 7]
+    runner = HeadRunner(load_head(tmp_path, target), target, "on" if format in ("EAGLE", "EAGLE-1") else "off")
+    ids = PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
     assert runner.limit == (WINDOW if format == "speculators, Qwen3" else 64)
     wanted = torch.stack(twin(state, format, target, ids, start))
