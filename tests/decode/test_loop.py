@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from enumeration import ScriptedRunner
-from families import CONTEXT, VOCAB
+from families import VOCAB
 from greedy import generate
 from scripted import Oracle, RandomTree
 
@@ -43,11 +43,8 @@ def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
 
 WARPS = [
     LogitsWarper(),
-    LogitsWarper(temperature=1.0),
-    LogitsWarper(temperature=0.7, top_k=5),
-    LogitsWarper(temperature=1.2, top_p=0.8, min_p=0.05),
+    LogitsWarper(temperature=1.2, top_k=5, top_p=0.8, min_p=0.05),
     LogitsWarper(temperature=1.0, repetition_penalty=1.6),
-    LogitsWarper(repetition_penalty=1.6),
 ]
 
 
@@ -65,10 +62,8 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(warp: LogitsWarper, t
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([], {}, "prompt is empty"),
         ([0, 48], {}, "token id 48,.*0 to 47"),
         ([-1, 5], {}, "token id -1,"),
-        ([1] * (CONTEXT + 1), {}, f"{CONTEXT + 1} tokens.*holds {CONTEXT}"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
     ],
 )

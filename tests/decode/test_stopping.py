@@ -88,7 +88,6 @@ def test_the_token_that_stops_a_draft_stays_in_it() -> None:
     assert drafted_by(last, 0.1) == 1
     product = StopRule(10, token_probability, product=True, threshold=Fixed(0.5))
     assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # .9, .72, .576, .4608
-    assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # nothing stays from the round before
     assert drafted_by(StopRule(3, token_probability, threshold=Fixed(0.5)), *[0.9] * 9) == 3
 
 
@@ -121,10 +120,7 @@ def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
         assert controller.value == pytest.approx(threshold, abs=1e-15)
     # the rate climbs .5, .75, .875, .9375: raised three times, held at the cap, lowered, raised after a rejection
     assert moves == [0.001, 0.001, 0.001, 0, 0, -0.001, 0.001, 0.001]
-
-
-def test_adaspeed_lowers_its_threshold_at_the_cap_too() -> None:
-    controller = TargetAcceptance(0.8, keep_at=None)
+    controller = TargetAcceptance(0.8, keep_at=None)  # AdaSpeed's is lowered at the cap too
     controller.rate = 1.0
     controller.observe(chain_round(12, 12))
     assert controller.value == pytest.approx(0.799)
@@ -175,8 +171,12 @@ def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve(digits: int
         assert controller.value == threshold
     assert changed > 20
     few = Roc()
+    few.observe(chain_round(8, 8))  # a copied draft, of which no confidence was read
     few.observe(chain_round(2, 1, [0.9, 0.1]))
     assert few.value == 0.4  # too little seen
+    for _ in range(2):
+        few.observe(chain_round(2, 1, [0.9, 0.1]))
+    assert few.value == 0.9
 
 
 def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> None:
@@ -214,9 +214,7 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
         # what is not drafted yet is accepted at the rate of all
         assert behind.value == pytest.approx(tokens / cost * 0.3 * (tested + 1) / (accepted_of + 1), abs=1e-12)
 
-
-def test_the_running_rate_pays_for_the_forward_of_a_draft_that_has_but_one() -> None:
-    controller = CostOptimal(drafted=False, decay=1.0)
+    controller = CostOptimal(drafted=False, decay=1.0)  # of a draft that has one forward, which the rate pays for
     controller.price([0.0, 0.1], 0.5)
     for drafted, accepted in [(3, 1), (2, 2)]:
         controller.observe(chain_round(drafted, accepted, [0.5] * drafted))
@@ -263,33 +261,15 @@ def parts(**options) -> MethodInputs:  # type: ignore[no-untyped-def]
     return MethodInputs(runners[0], LogitsWarper(temperature=1.0), runners[1], options=MethodOptions(**options))
 
 
-PAPERS = {  # window, start of the threshold
-    "length": (5, 0.0),
-    "hf-dynamic": (20, 0.4),
-    "hf-constant": (20, 0.4),
-    "hf-heuristic": (20, 0.4),
-    "draft-verify": (12, 0.6),
-    "product": (12, 0.8),
-    "entropy": (20, -math.inf),
-    "copy": (10, 0.0),
-}
-
-
 def test_stop_rules_start_from_their_papers_values() -> None:
-    for name, (window, value) in PAPERS.items():
+    papers = {"draft-verify": (12, 0.6), "product": (12, 0.8), "entropy": (20, -math.inf), "copy": (10, 0.0)}
+    of_hugging_face = dict.fromkeys(["hf-dynamic", "hf-constant", "hf-heuristic"], (20, 0.4))
+    for name, start in (papers | of_hugging_face).items():
         stop = STOPS[name](parts())
-        assert (stop.window, stop.threshold.value) == (window, value), name
+        assert (stop.window, stop.threshold.value) == start, name
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).threshold.value == 0.3
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).window == 7
     assert STOPS["draft-verify"](parts(target_acceptance=0.8)).threshold.alpha == 0.8  # type: ignore[attr-defined]
-
-
-def test_a_copied_draft_of_which_no_confidence_was_read_leaves_the_roc_curve_alone() -> None:
-    controller = Roc()
-    controller.observe(chain_round(8, 8))
-    for _ in range(3):
-        controller.observe(chain_round(2, 1, [0.9, 0.1]))
-    assert controller.value == 0.9
 
 
 def test_a_draft_whose_logits_are_no_numbers_is_named() -> None:
@@ -354,8 +334,8 @@ def test_now_and_then_a_longer_draft_shows_whether_it_pays() -> None:
     lengths = DraftLengths(RoundCosts.of_ratios(0.2), 12)
     limits = []
     for _ in range(2 * LOOK):
-        limits.append(lengths.limit(1))
-        lengths.observe([(SimpleNamespace(drafted=limits[-1], accepted=min(limits[-1], 2)), limits[-1])])  # type: ignore[list-item]
+        limits.append(limit := lengths.limit(1))
+        lengths.observe([(SimpleNamespace(drafted=limit, accepted=min(limit, 2)), limit)])  # type: ignore[list-item]
     assert lengths.chosen == 2
     assert [limit for limit in limits[LOOK // 2 :] if limit > 2] == [4, 4]
 
@@ -410,7 +390,6 @@ def test_costs_are_linear_between_what_was_measured() -> None:
     assert costs.round(2, 0) == pytest.approx(1.5)
     assert costs.round(8, 0) == pytest.approx(4.5)
     assert costs.round(0.5, 1) == 1.1
-    assert costs.round(1, 2) == pytest.approx(1.3)
     assert costs.round(1, 5) == pytest.approx(1.9)
     assert costs.round(2.5, 2) == pytest.approx((1.3 + 4.3) / 2)
     assert RoundCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs

@@ -166,18 +166,11 @@ def test_neutral_rules_are_the_exact_one_to_the_bit(rule: AcceptanceRule, drafte
         assert metrics([two.rounds])["tv_spent"] == 0
 
 
-@pytest.mark.parametrize(
-    ("variant", "theta"),
-    [
-        ("midpoint", 0.32),  # the paper's example
-        ("a", 0.15),
-        ("b", (30 * 0.15 + 10 * 0.49) / 40),
-        ("c", (3 * 0.15 + 2 * 0.49) / 5),
-    ],
-)
-def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: float) -> None:
-    rule = JensenShannon(variant, accepted=[30 * 0.15, 30], rejected=[10 * 0.49, 10], sequences=[3, 2])
-    assert rule.theta == pytest.approx(theta, abs=1e-15)
+def test_adasd_thresholds_follow_from_the_mean_distances() -> None:
+    wanted = {"midpoint": 0.32, "a": 0.15, "b": (30 * 0.15 + 10 * 0.49) / 40, "c": (3 * 0.15 + 2 * 0.49) / 5}
+    for variant, theta in wanted.items():  # the first is the paper's example
+        rule = JensenShannon(variant, accepted=[30 * 0.15, 30], rejected=[10 * 0.49, 10], sequences=[3, 2])
+        assert rule.theta == pytest.approx(theta, abs=1e-15)
 
 
 def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> None:
@@ -235,12 +228,12 @@ class _Copy(RandomTree):
 
 def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
     rule = JensenShannon()
-    p = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
-    q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
+    p, q = torch.rand(2, 6, 5, dtype=torch.float64).softmax(-1)
     x = torch.arange(6) % 5
     assert rule.theta <= 0
     distance = rule.distance(p, q, (p.log(), q.log()))
     assert torch.equal(rule.accept_prob(p, q, x, distance), Exact().accept_prob(p, q, x, distance))
+    assert torch.equal(rule.residual(p, p), p)  # without mass
     rule.rejected = [1.2, 2.0]
     assert rule.theta <= 0
     rule.accepted = [0.1, 1.0]
@@ -306,13 +299,8 @@ def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method:
         model = tiny("llama", num_hidden_layers=4)
         target, draft = open_runner(model), open_draft_runner(make_block_head(model, "dflash"), model)
         inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft, options=options)
-    instead = "use exact, or --sample-block true" if method == "block" else "use exact, or vanilla, eagle, layerskip"
-    instead = "give --draft D, or leave it out" if method == "autoregressive" else instead
+    others = {"block": "use exact, or --sample-block true", "autoregressive": "give --draft D, or leave it out"}
+    instead = others.get(method, "use exact, or vanilla, eagle, layerskip")
     with pytest.raises(UserError, match=f"and {method} drafts none; {instead}"):
         build(method, inputs)
     assert is_lossless("vanilla", "block-verification")
-
-
-def test_the_residual_falls_back_to_p_without_mass() -> None:
-    p = torch.tensor([0.25, 0.75])
-    assert torch.equal(Exact().residual(p, p), p)
