@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
@@ -55,9 +54,10 @@ def scripted_pair(
     warp: LogitsWarper = SAMPLE,
     draft_seed: int = 3,
     zeros: float = 0.15,
+    clock: Clock | None = None,
     **options: tuple[int, ...],
 ) -> tuple[Experiment, ScriptedRunner]:
-    clock = Clock()
+    clock = clock or Clock()
     target = ScriptedRunner(random_table(1, vocab, zeros=zeros), vocab, clock=clock)
     size = draft_vocab or vocab
     draft = ScriptedRunner(random_table(draft_seed, size, zeros=zeros), size, clock=clock, cost=0.2)
@@ -65,17 +65,15 @@ def scripted_pair(
 
 
 @pytest.fixture
-def scripted_clock(monkeypatch: pytest.MonkeyPatch):
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time is what the scripted models say it is."""
-
-    def use(experiment: Experiment) -> None:
-        monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=experiment.clock.perf_counter))
-
-    return use
+    made = Clock()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=made.perf_counter))
+    return made
 
 
-def parts(experiment: Experiment, draft: ScriptedRunner) -> MethodInputs:
-    return MethodInputs(experiment.target, experiment.warp, draft)
+def stop_rule(name: str, experiment: Experiment, draft: ScriptedRunner, **options: Any) -> StopRule:
+    return STOPS[name](MethodInputs(experiment.target, experiment.warp, draft, options=MethodOptions(**options)))
 
 
 def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
@@ -88,11 +86,11 @@ def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", STOPS)
-def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, scripted_clock) -> None:
-    experiment, draft = scripted_pair(tokens=4 if (name, warm) == ("entropy", True) else 3)  # which drafts little
-    scripted_clock(experiment)
-    options = MethodOptions(threshold=0.5 if name == "unsure" else None)
-    stop = STOPS[name](replace(parts(experiment, draft), options=options))
+def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, clock) -> None:
+    experiment, draft = scripted_pair(
+        tokens=4 if (name, warm) == ("entropy", True) else 3, clock=clock
+    )  # which drafts little
+    stop = stop_rule(name, experiment, draft, threshold=0.5 if name == "unsure" else None)
     start = stop.threshold.value, stop.window
     system = Method(name, ModelDrafter(draft, SAMPLE, 3), stop)
     if warm:
@@ -106,25 +104,23 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
 
 @pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
 @pytest.mark.parametrize("name", ["length", "cost-optimal"])
-def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, cost: float, scripted_clock) -> None:
+def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, cost: float, clock) -> None:
     """Cheap drafts are long, dear ones are switched off but for probes; those between change within the text."""
-    experiment, draft = scripted_pair(2, tokens=4)
+    experiment, draft = scripted_pair(2, tokens=4, clock=clock)
     experiment.prompt = [0, 1, 1]
-    scripted_clock(experiment)
     lengths = DraftLengths(RoundCosts.of_ratios(cost, 0.02), 3)
-    system = Method(name, ModelDrafter(draft, SAMPLE, 2), STOPS[name](parts(experiment, draft)), lengths=lengths)
+    system = Method(name, ModelDrafter(draft, SAMPLE, 2), stop_rule(name, experiment, draft), lengths=lengths)
     assert experiment.bias(system) < TOLERANCE
     warm_up(experiment, system)
     assert experiment.bias(system) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "mask"), zip(STOPS, cycle([1, 3])))
-def test_a_draft_in_one_forward_is_lossless_with_every_stop_rule(name: str, mask: int, scripted_clock) -> None:
+def test_a_draft_in_one_forward_is_lossless_with_every_stop_rule(name: str, mask: int, clock) -> None:
     """The mask is a token of the target, or one that the draft alone has; q ignores the tokens that were drawn."""
-    experiment, draft = scripted_pair(2, tokens=3, draft_vocab=4, **APART)
+    experiment, draft = scripted_pair(2, tokens=3, draft_vocab=4, clock=clock, **APART)
     experiment.prompt = [0, 1, 1, 0]
-    scripted_clock(experiment)
-    stop = STOPS[name](replace(parts(experiment, draft), options=MethodOptions(threshold=0.3)))
+    stop = stop_rule(name, experiment, draft, threshold=0.3)
 
     def look(requests: Sequence[DraftRequest], drafts: Drafts) -> None:
         """What a draft was drawn from, and what the cache holds behind it."""
@@ -245,24 +241,22 @@ def drafters(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("name", ["none", "prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"])
-def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str, drafters, scripted_clock) -> None:
-    experiment, draft = scripted_pair(4, tokens=3)
-    scripted_clock(experiment)
+def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str, drafters, clock) -> None:
+    experiment, draft = scripted_pair(4, tokens=3, clock=clock)
     system = Method(name, drafters[name](), StopRule())
     warm_up(experiment, system, texts=2)
-    for make in STOPS.values():
-        system.stop = make(parts(experiment, draft))
+    for rule in STOPS:
+        system.stop = stop_rule(rule, experiment, draft)
         assert experiment.bias(system) < TOLERANCE
         assert (experiment.drafted == {0}) == (name == "none")
 
 
 @pytest.mark.parametrize("match", [2, 9])
-def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, scripted_clock) -> None:
-    experiment, draft = scripted_pair(3, tokens=3)
-    scripted_clock(experiment)
+def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, clock) -> None:
+    experiment, draft = scripted_pair(3, tokens=3, clock=clock)
     system = Method("hybrid", HybridDrafter(ModelDrafter(draft, SAMPLE, 3), match=match, length=3), StopRule())
     for name in ("length", "unsure", "product", "entropy"):
-        system.stop = STOPS[name](parts(experiment, draft))
+        system.stop = stop_rule(name, experiment, draft)
         assert experiment.bias(system) < TOLERANCE
         assert experiment.drafted != {0}
 

@@ -15,6 +15,7 @@ from benchmarks import Watched
 from pairs import save_pair
 
 from decode.__main__ import COMMANDS, main
+from decode.commands import bench
 from decode.commands.settings import bench_settings, default_suites
 from decode.measure.report import latest
 from decode.methods import PROBE_STOPS, RULES, STOPS
@@ -99,15 +100,13 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below/a.yaml").write_text("name: a\ntarget: {kind: scratch}\nbench: {methods: [ears], limit: 2}\n")
     (tmp_path / "below/b.yaml").write_text("base: a.yaml\ndata: {source: gsm8k, files: {test: t.jsonl}}\n")
-    config = tmp_path / "recipe.yaml"  # which builds on another one, which builds on a third
-    config.write_text(
-        f"base: below/b.yaml\nname: toy\noutput_dir: {tmp_path}/runs\nbench: {{methods: [vanilla], limit: 3}}\n"
-    )
+    config, runs = tmp_path / "recipe.yaml", f"output_dir: {tmp_path}/runs"
+    # which builds on another one, which builds on a third
+    config.write_text(f"base: below/b.yaml\nname: toy\n{runs}\nbench: {{methods: [vanilla], limit: 3}}\n")
     (tmp_path / "runs/toy/export").mkdir(parents=True)
     settings = bench_settings(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"])
-    assert settings.target == f"{tmp_path}/runs/toy/target"
-    assert settings.draft == [f"{tmp_path}/runs/toy/export"]
-    assert settings.output == f"{tmp_path}/runs/toy"
+    toy = f"{tmp_path}/runs/toy"
+    assert (settings.target, settings.draft, settings.output) == (f"{toy}/target", [f"{toy}/export"], toy)
     assert settings.suite == ["gsm8k=t.jsonl"]
     assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
     chosen = bench_settings(["--config", str(config), "--suite", "open", "--draft", "other"])
@@ -130,8 +129,6 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
 def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
-    assert default_suites(None) == []
-    assert default_suites({"source": "gsm8k", "files": {"test": "t.jsonl"}}) == ["gsm8k=t.jsonl"]
     assert default_suites({"source": "train.jsonl", "files": {"test": "t.jsonl"}}) == ["prompts=t.jsonl"]
     assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
     assert default_suites({"source": "./gsm8k"}) == ["prompts=./gsm8k"]
@@ -178,18 +175,16 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
 
 
 def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, monkeypatch):
-    from decode.commands import bench as compare
-
     def stop(done, total, label):
         if done == 5:
             raise KeyboardInterrupt
 
-    class Interrupted(compare.Benchmark):
+    class Interrupted(bench.Benchmark):
         def run(self, *args, **extra):
             with as_current(Watched(stop)):
                 return super().run(*args, **extra)
 
-    monkeypatch.setattr(compare, "Benchmark", Interrupted)
+    monkeypatch.setattr(bench, "Benchmark", Interrupted)
     argv = [
         "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3",
         "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
@@ -198,8 +193,7 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
     told = " ".join(capsys.readouterr().out.split())
     assert "9 texts of at most 4 tokens, 36 in all, by autoregressive, generate, prompt-lookup" in told
     assert "stopped early" in told
-    rows = latest(tmp_path)["methods"]
-    assert [row["prompts"] for row in rows] == [1, 1, 1]
+    assert [row["prompts"] for row in latest(tmp_path)["methods"]] == [1, 1, 1]
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_models_are_loaded(folder, tmp_path, capsys, monkeypatch):

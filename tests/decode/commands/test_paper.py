@@ -33,12 +33,8 @@ def row(name: str, speed: float, **more: object) -> dict:
 
 
 def test_our_numbers_stand_beside_the_papers() -> None:
-    ours = [
-        row("autoregressive", 20.0),
-        row("vanilla draft_length=5", 50.0),
-        row("adasd", 75.0, verification_threshold=0.3),
-    ]
-    table = table_of("adasd", ours)
+    ours = [row("autoregressive", 20.0), row("vanilla draft_length=5", 50.0)]
+    table = table_of("adasd", [*ours, row("adasd", 75.0, verification_threshold=0.3)])
     columns = {str(column.header): map(str, column.cells) for column in table.columns}
     rows = [dict(zip(columns, cells)) for cells in zip(*columns.values())]
     shown = {(row["method"], row["setting"]): row for row in rows}
@@ -83,7 +79,6 @@ def test_adaspec_reads_the_drafts_of_a_training_by_its_own_measure_beside_a_benc
     ("argv", "message"),
     [
         ([], "choose one: draftsmith decode paper adaptix|adasd"),
-        (["adasdd"], "did you mean 'adasd'"),
         (["ears", "--run", "nowhere"], "nowhere has no bench-DATE.json"),
         (["adaspeed"], "no probes in 'runs/quickstart/probes'; make them with `make probe`"),
         (["ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),

@@ -53,10 +53,10 @@ def test_spec_bench_rows_with_references_of_all_shapes_are_read(tmp_path):
         {"question_id": 83, "category": "rag", "turns": ["Where?"], "reference": [["Rome", "Roma"], ["Italy"]]},
     ]
     suite = load_suite(f"spec_bench={write(tmp_path / 'question.jsonl', rows)}")
-    assert [p.id for p in suite.prompts] == ["spec_bench/81", "spec_bench/82", "spec_bench/83"]
-    assert [p.reference for p in suite.prompts] == [None, "Ann", "Rome"]
+    assert [(p.id, p.reference, p.category) for p in suite.prompts] == [  # MT-Bench's categories are one
+        ("spec_bench/81", None, "multi-turn"), ("spec_bench/82", "Ann", "qa"), ("spec_bench/83", "Rome", "rag"),
+    ]  # fmt: skip
     assert suite.prompts[0].turns == ("Write.", "Again.")
-    assert [p.category for p in suite.prompts] == ["multi-turn", "qa", "rag"]  # MT-Bench's are one
     for name, number in {"rag": 83, "multi-turn": 81, "writing": 81}.items():
         (only,) = load_suite(f"spec_bench:{name}={tmp_path / 'question.jsonl'}").prompts
         assert only.category == ("rag" if name == "rag" else "writing")
@@ -71,8 +71,6 @@ def test_the_chat_suite_has_sixteen_prompts_in_each_of_six_categories():
     categories = {"multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag"}
     assert Counter(p.category for p in suite.prompts) == dict.fromkeys(categories, 16)
     assert all(len(p.turns) == 1 + (p.category == "multi-turn") for p in suite.prompts)
-    passages = [p.text for p in suite.prompts if p.category in ("summarization", "rag")]
-    assert all(80 <= len(text.split()) <= 250 for text in passages)
     assert {p.category for p in load_suite("chat:qa").prompts} == {"qa"}
     for limit in (4, 12):  # a sample takes evenly from the categories
         counts = Counter(p.category for p in load_suite("chat", limit=limit).prompts)
@@ -202,7 +200,6 @@ def test_mbpp_rows_go_to_their_official_split_and_have_no_scorer(tmp_path):
         ("arithmatic", "did you mean 'arithmetic'"),
         ("arithmetic:4", "difficulty '4'"),
         ("open:2", "no category '2'"),
-        ("GSM8K", "did you mean 'gsm8k'|unknown suite"),
         ("gsm8k=missing.jsonl", "no file 'missing.jsonl'"),
         ("prompts", "--suite prompts=PATH"),
         ("spec_bench", "--suite spec_bench=PATH, a copy of data/spec_bench/question.jsonl"),
@@ -274,8 +271,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_split_is_read_from_the_hub(hub):
     hub("gsm8k", train=ROWS[:15], test=ROWS[15:])
-    suite = load_suite("gsm8k")
-    assert [p.reference[:2] for p in suite.prompts] == ["15", "16", "17", "18", "19"]
+    assert [p.reference[:2] for p in load_suite("gsm8k").prompts] == ["15", "16", "17", "18", "19"]
     hub("humaneval", test=ROWS)
     with pytest.raises(UserError, match=r"no split 'train'.*it has test"):
         load_suite("humaneval", split="train")
@@ -338,7 +334,7 @@ def check_solution(solution):
 def test_problems_are_right_complete_and_of_their_difficulty(difficulty):
     size = tables()["sizes"][str(difficulty)]
     for split in ("train", "validation", "test"):
-        made = list(problems(7, split, 700, difficulty))
+        made = list(problems(7, split, 300, difficulty))
         for one in made:
             assert check_solution(one.solution) == one.answer
             assert one.solution.count("<<") == one.steps

@@ -16,6 +16,7 @@ from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
 from reading import on_host, watched
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from decode.core.draft import Drafts
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
@@ -28,7 +29,7 @@ from decode.measure.acceptance import as_drafted, offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
-from decode.models.heads.block import BlockHead
+from decode.models.heads.block import BlockHead, block_attention, seen_by_blocks
 from decode.models.heads.block_config import block_config, default_layers, mask_token
 from decode.models.heads.block_runner import BlockRunner
 from decode.options import MethodOptions
@@ -44,10 +45,6 @@ KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}),
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (3, False), (None, True), (4, True)])
 def test_a_gpus_visibility_is_the_cpus_mask_and_vllms(window: int | None, causal: bool) -> None:
-    from torch.nn.attention.flex_attention import create_mask
-
-    from decode.models.heads.block import block_attention, seen_by_blocks
-
     anchors, slots, time = torch.tensor([[1, 3], [0, 4]]), 3, 5
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (6, 11, 11))

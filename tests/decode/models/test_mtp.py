@@ -88,7 +88,7 @@ def test_greedy_texts_are_generates(target: PreTrainedModel) -> None:
         assert sum(sum(r.accepted for r in text.rounds) for text in found) > 2
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "GLM-4.5", "Mellum"])
+@pytest.mark.parametrize("kind", [*KINDS, "Mellum"])
 def test_drafts_after_rollbacks_are_those_of_fresh_layers(target: PreTrainedModel) -> None:
     """Every drafted token was drawn from what teacher forcing gives after the same text, whatever was dropped before."""
     system, warp, runner = method(target, 3, temperature=1.0)
@@ -112,27 +112,26 @@ def test_sampled_texts_are_distributed_as_the_targets(target: PreTrainedModel) -
     experiment = Experiment(open_runner(target), warp, [i % 5 for i in PROMPT], 3, forward=after(target))
     assert experiment.bias(system) < 1e-4  # routers and rotations compute in float32
     assert experiment.drafted == {0, 1, 2}
+    experiment.tokens = 2
     watched(system.drafter, lambda requests, drafts: drafts.probs is not None and drafts.probs.fill_(1 / 5))
     assert experiment.bias(system) > 0.01
 
 
-def test_targets_without_layers_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_without_layers_and_methods_that_want_others_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A family whose layers transformers does not know, several of them, and a file that lacks those of its config."""
     with pytest.raises(UserError, match=r"MTP\) of DeepseekV3ForCausalLM .* 3 of them, expected one"):
         load_mtp(with_layers(tmp_path / "several", monkeypatch, "DeepSeek-V3", 3))
     with pytest.raises(UserError, match=r"MTP\) of LlamaForCausalLM .*num_mtp_layers"):
         load_mtp(build_architecture("Llama"))
     target = with_layers(tmp_path, monkeypatch, "Qwen3-Next")
+    # trees and blocks want other heads, transformers' own generation wants a model
+    methods = ["vanilla", "eagle", "eagle-tree", "hybrid-tree", "block", "generate-assistant"]
+    assert [entry.method for entry in plan(methods, {"mtp": load_mtp(target)}, [0.0])] == ["vanilla", "eagle"]
     target.save_pretrained(tmp_path)  # which drops them
     with pytest.raises(UserError, match=r"MTP\) of Qwen3NextForCausalLM .* missing"):
         load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))
-
-
-def test_bench_plans_them_for_chains_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees and blocks want other heads, transformers' own generation wants a model."""
-    head = load_mtp(with_layers(tmp_path, monkeypatch, "Qwen3-Next"))
-    methods = ["vanilla", "eagle", "eagle-tree", "hybrid-tree", "block", "generate-assistant"]
-    assert [entry.method for entry in plan(methods, {"mtp": head}, [0.0])] == ["vanilla", "eagle"]
 
 
 def test_layers_beside_a_vision_tower_are_found(tmp_path: Path) -> None:

@@ -65,10 +65,8 @@ def test_a_prompt_that_begins_with_the_start_token_gets_no_second_one() -> None:
 
 def test_a_continuation_gets_neither_start_token_nor_space() -> None:
     tokenizer = with_start(end=True)
-    assert [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])] == [
-        ["a", "b"],
-        ["▁", "c"],
-    ]
+    pieces = [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])]
+    assert pieces == [["a", "b"], ["▁", "c"]]
 
 
 def test_chats_that_a_template_refuses_or_does_not_write_are_an_error() -> None:
@@ -83,9 +81,7 @@ def test_chats_that_a_template_refuses_or_does_not_write_are_an_error() -> None:
         check_template(with_start("strict"), "Be brief.")
     for role, message in (("assistant", "does not write the assistant's turns"), ("system", "leaves the system")):
         deaf = with_start("plain")
-        deaf.chat_template = (
-            f"{{% for m in messages if m.role != '{role}' %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% endfor %}}"
-        )
+        deaf.chat_template = f"{{% for m in messages if m.role != '{role}' %}}{{{{ m.content }}}}{{% endfor %}}"
         with pytest.raises(UserError, match=message):
             check_template(deaf, "Be brief.")
 
