@@ -157,9 +157,6 @@ def test_the_nucleus_is_that_of_transformers_without_sorting_the_vocabulary(rows
         assert torch.isinf(wanted).any()
 
 
-# -- frequencies ---------------------------------------------------------------------------------------------------------
-
-
 def p_value(counts: Counter, distribution: Distribution) -> float:
     """Pearson's chi-square with cells of less than five expected texts merged."""
     total = sum(counts.values())

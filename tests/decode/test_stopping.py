@@ -50,9 +50,6 @@ def log(*probabilities: float) -> list[float]:
     return [math.log(p) for p in probabilities]
 
 
-# -- what is read ----------------------------------------------------------------
-
-
 def test_confidences_read_what_their_papers_say() -> None:
     sampled = step(*log(0.5, 0.25, 0.25), token=1)
     assert token_probability(sampled).item() == pytest.approx(0.25)
@@ -99,9 +96,6 @@ def test_a_refused_token_is_not_part_of_the_draft() -> None:
         watch.look([1], step(*log(second, 1 - second)))
     assert watch.lengths == {1: 1}
     assert watch.seen == [pytest.approx([0.8] * 3), pytest.approx([0.7])]
-
-
-# -- thresholds ----------------------------------------------------------------
 
 
 def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
@@ -253,9 +247,6 @@ def test_cost_optimal_estimates_the_acceptance_of_tested_tokens_from_their_confi
     assert [controller.calibrate(c) for c in (0.6, 0.99)] == pytest.approx([0.2, 0.8], abs=0.05)
 
 
-# -- put together ----------------------------------------------------------------
-
-
 def parts(**options) -> MethodInputs:  # type: ignore[no-untyped-def]
     runners = [ScriptedRunner(random_table(seed, 6), 6) for seed in (1, 2)]
     return MethodInputs(runners[0], LogitsWarper(temperature=1.0), runners[1], options=MethodOptions(**options))
@@ -275,9 +266,6 @@ def test_stop_rules_start_from_their_papers_values() -> None:
 def test_a_draft_whose_logits_are_no_numbers_is_named() -> None:
     with pytest.raises(UserError, match="the draft's logits are NaN"):
         Watch([StopRule(4, max_probability)]).look([0], step(math.nan, 0.0))
-
-
-# -- draft lengths: the best constant one where drafting pays, none where it loses ---------------------------------------
 
 
 def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:

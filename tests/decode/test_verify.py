@@ -40,9 +40,6 @@ from decode.options import MethodOptions
 Probs = list[Fraction]
 
 
-# -- an oracle of its own: rules in rational arithmetic, from their papers' definitions ------------------------
-
-
 def rational_distribution(generator: random.Random, vocab: int) -> Probs:
     weights = [generator.choice((0, 0, 1, 2, 3, 5, 8)) for _ in range(vocab)]
     weights[generator.randrange(vocab)] += 1

@@ -100,9 +100,6 @@ def test_folders_that_are_missing_are_refused_before_anything_is_loaded(options,
         run(BenchSettings(target="runs/t", **options))
 
 
-# -- profile -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pair(tiny):
     target, draft = make_pair(tiny)

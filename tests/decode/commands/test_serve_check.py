@@ -152,9 +152,6 @@ def test_a_block_head_is_checked_where_it_is_run_as_trained_and_no_longer_than_i
         check_head(head, "vllm", [3, 6])
 
 
-# -- causes ------------------------------------------------------------------------------------------------------------
-
-
 def named(folder: Path) -> list[str]:
     return [cause.name for cause in causes_in_files(folder / "target", folder / "draft")]
 

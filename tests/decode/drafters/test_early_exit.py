@@ -115,9 +115,6 @@ def test_families_whose_layers_cannot_be_walked_are_named(tiny) -> None:
     assert self_speculating(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
 
 
-# -- acceptance probes ---------------------------------------------------------------------------------------------------
-
-
 def probe_for(model, layer: int, kind: str = "probe", label: str = "match") -> AcceptanceProbe:
     width = model.config.hidden_size
     extra = torch.tensor([0.5, -0.1, 0.2]) if kind != "probe" else torch.empty(0)

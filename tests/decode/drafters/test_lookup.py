@@ -137,9 +137,6 @@ def test_of_common_tokens_the_latest_places_are_looked_at(monkeypatch) -> None:
     assert proposed(SuffixDrafter(), [*[1, 2] * 5, *[1, 3] * 3, 1])[0] == 3
 
 
-# -- lookahead -----------------------------------------------------------------------------------------------------------
-
-
 VOCAB = 50
 
 

@@ -311,9 +311,6 @@ def test_the_final_number_and_the_chosen_letter_are_scored():
     assert [SCORERS["letter"](" B", output) for output in (" C", "Because", "")] == [0] * 3
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------
-
-
 MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 

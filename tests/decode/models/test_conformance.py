@@ -320,9 +320,6 @@ def test_the_documented_tables_are_what_opening_the_models_says() -> None:
         assert (opened_of(name).cells.get("trees") == ("yes", "")) == (name in TREES), name
 
 
-# -- where a text ends ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 def test_a_text_ends_with_its_budget_and_with_a_stop_token_wherever_they_stand_in_a_draft(name: str, way: str) -> None:
@@ -357,9 +354,6 @@ def test_repetition_penalties_act_as_in_generate(name: str, penalty: float) -> N
         text = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
         assert text.ids == wanted
         assert sum(r.accepted for r in text.rounds) > 3
-
-
-# -- models with a state beside keys and values ----------------------------------------------------------------------------
 
 
 IDS = (torch.arange(40) * 7919 + 1) % VOCAB

@@ -136,9 +136,6 @@ def test_no_more_texts_are_written_at_once_than_memory_holds(tiny: Tiny, family:
     assert torch.is_inference_mode_enabled() is False
 
 
-# -- teacher forcing ----------------------------------------------------------------------------------------------------
-
-
 TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
 """The second has no response."""
 
