@@ -1,7 +1,5 @@
 """The public names: `decode.load`, `generate`, `bench` and `profile`, as a program uses them."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 

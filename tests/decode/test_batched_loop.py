@@ -1,7 +1,5 @@
 """Texts decoded together: the joint distribution is the product of each text's own, and neighbours do not matter."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The loop: α(model, itself) = 1, cuts, errors at the border, annotations."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

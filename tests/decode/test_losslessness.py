@@ -1,7 +1,5 @@
 """Invariant 1: the distribution of the production loop's output, enumerated, equals the target's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import cycle, product
 from types import SimpleNamespace

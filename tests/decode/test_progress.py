@@ -1,7 +1,5 @@
 """Progress in a file: lines, at most one every so often; on a terminal a bar."""
 
-from __future__ import annotations
-
 import io
 import time
 

@@ -1,7 +1,5 @@
 """Metrics are functions of the rounds, by their definitions."""
 
-from __future__ import annotations
-
 import math
 import random
 import tracemalloc

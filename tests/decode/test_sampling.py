@@ -3,8 +3,6 @@
 And the real source of chance: frequencies of the loop and of its draws against the exact distributions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

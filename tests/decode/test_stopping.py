@@ -1,7 +1,5 @@
 """Stop rules: what they read, and their controllers against sequences computed by hand from the papers; draft lengths."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Acceptance rules at one position against exact rational arithmetic, their neutral settings, what they learn."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -223,20 +221,6 @@ class _Copy(RandomTree):
         return Draft([self.vocab], [-1]) if request.max_depth else Draft(())
 
 
-def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
-    rule = JensenShannon()
-    p, q = torch.rand(2, 6, 5, dtype=torch.float64).softmax(-1)
-    x = torch.arange(6) % 5
-    assert rule.theta <= 0
-    distance = rule.distance(p, q, (p.log(), q.log()))
-    assert torch.equal(rule.accept_prob(p, q, x, distance), Exact().accept_prob(p, q, x, distance))
-    assert torch.equal(rule.residual(p, p), p)  # without mass
-    rule.rejected = [1.2, 2.0]
-    assert rule.theta <= 0
-    rule.accepted = [0.1, 1.0]
-    assert rule.theta > 0
-
-
 @pytest.mark.parametrize("theta", [None, 0.9])
 def test_adasd_measures_a_copied_draft_against_the_targets_rows(theta: float | None) -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
@@ -246,16 +230,6 @@ def test_adasd_measures_a_copied_draft_against_the_targets_rows(theta: float | N
     wanted = js_distance(p[:2], torch.eye(3, dtype=torch.float64)[[1, 0]])[: min(len(found.path) + 1, 2)]
     assert found.distance == pytest.approx(wanted.tolist())
     assert any(spent > 0 for spent in found.spent or ()) == (theta is not None)  # without one the rule is exact
-
-
-def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
-    raw = (torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1.0, 2.0, 0.0]]))
-    p, q = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
-    distance = js_distance(raw[0].softmax(-1), raw[1].softmax(-1)).item()
-    assert 0 < distance < 0.9
-    for theta, kept in ((distance + 1e-4, 1), (distance - 1e-4, 0)):
-        rule = JensenShannon(threshold=theta, unwarped=True)
-        assert rule.accept_prob(p, q, torch.tensor([1]), rule.distance(p, q, raw)).item() == kept
 
 
 def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_threshold() -> None:

@@ -1,7 +1,5 @@
 """``bench``: which methods run by default and the stores made for them; ``profile``: costs, predictions, the verdict."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

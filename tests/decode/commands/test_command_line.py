@@ -1,7 +1,5 @@
 """``draftsmith decode`` as a user types it: options, help, exit codes, configurations, stores, papers' tables."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Streaming, stop strings and what ``generate`` prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """``serve-check`` in a simulated engine, the causes that files and numbers show, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

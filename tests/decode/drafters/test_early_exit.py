@@ -1,7 +1,5 @@
 """Self-speculation is lossless, shares the target's cache, and reads no layer twice; acceptance probes stop its drafts."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -29,7 +27,6 @@ from decode.drafters.probe import (
 from decode.errors import UserError
 from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
-from decode.models.api import Read
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastForward, FastRunner, fast_runner, self_speculating
 from decode.models.fast.layout import FAMILIES
@@ -87,19 +84,6 @@ def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch
     monkeypatch.setattr(FastForward, "run", spy)
     next(iter(rounds_of(runner, system_of(runner, 2, StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT)))
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
-
-
-def test_what_was_read_ahead_is_forgotten_with_a_rollback(tiny) -> None:
-    runner = open_deep(tiny, "llama")
-    other = torch.tensor([9, 2, 5])
-    with torch.inference_mode():
-        cache, fresh = runner.new_cache(), runner.new_cache()
-        for held in (cache, fresh):
-            runner.forward([Read(held, torch.tensor(PROMPT))])
-        runner.forward([Read(cache, torch.tensor([4, 7]))], last=1, exit_layer=2)
-        cache.truncate(len(PROMPT))
-        logits, wanted = (runner.forward([Read(held, other)]).logits for held in (cache, fresh))
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer", [0, DEPTH])

@@ -1,7 +1,5 @@
 """Language models that draft in one forward with mask tokens: what they draft, of batches, by teacher forcing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

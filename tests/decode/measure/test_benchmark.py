@@ -1,7 +1,5 @@
 """Benchmarks: complete rows, fair pairs, and what is kept of a run that was stopped."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

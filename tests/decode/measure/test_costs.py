@@ -1,7 +1,5 @@
 """Costs of real rounds, acceptance of known texts, and the speedups that are predicted from both."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Block heads in files: ours, and those of other projects, each of which drafts what the head drafts that it holds."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

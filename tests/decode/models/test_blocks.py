@@ -1,7 +1,5 @@
 """Block heads (DFlash, DSpark): their forward, and decoding that never changes the output's distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every architecture decodes as its own `generate` does, or is refused with a reason (docs/targets.md)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache, wraps

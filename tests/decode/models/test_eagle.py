@@ -1,7 +1,5 @@
 """EAGLE: heads through their fast forward, chains and trees that never change the output's distribution."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import MeanOfRejected, StopRule, negative_entropy
 from decode.drafters import model
@@ -33,7 +30,7 @@ from decode.errors import UserError
 from decode.loop import Method, Text, decode_texts, run
 from decode.methods import MethodInputs, build
 from decode.models import api
-from decode.models.api import Model, Out
+from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastForward, fast_runner
 from decode.models.heads import block_runner
@@ -282,26 +279,6 @@ def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny, recwa
 def runners(target: PreTrainedModel) -> list[tuple[DraftHeadRunner, Callable[..., Drafter]]]:
     made = [(as_runner(target, version), FeatureDrafter) for version in (1, 3)]
     return [*made, (BlockRunner(make_block_head(target, "dflash"), target), BlockDrafter)]
-
-
-def test_features_wait_in_the_pieces_that_came_and_are_joined_when_a_draft_reads_them(tiny, monkeypatch) -> None:
-    """A text may be decoded for long without a draft: a round costs nothing that grows with its length."""
-    target, ids = tiny("llama", num_hidden_layers=6), PROMPTS[1] * 4
-    runner = open_runner(target)
-    for head, make in runners(target):
-        drafter = make(head, runner, GREEDY)
-        source, wanted = Reader(runner), drafted(drafter, runner, ids, 3)
-        source.read(ids[:-1], head=0, capture=drafter.capture)
-        drafting = Drafting(drafter, ids[:2], captured=source.out.captured[:1])
-        with torch.inference_mode(), monkeypatch.context() as patch:
-            patch.setattr(torch, "cat", None)
-            for at in range(1, len(ids) - 1):
-                out = Out(source.out.logits, source.out.hidden, source.out.captured[at : at + 1])
-                drafting.update(ids[: at + 2], Round(Draft(()), [], ids[at + 1], ids[at + 1 :]), out)
-        with torch.inference_mode():
-            found = drafting.propose(ids, StopRule(3), 10)
-        assert found.ids == wanted.ids, type(head.head).__name__
-        assert len(drafting.state.cache.unread) == 0
 
 
 def test_features_that_wait_while_nothing_is_drafted_are_bounded(tiny, monkeypatch) -> None:

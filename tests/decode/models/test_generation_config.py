@@ -1,7 +1,5 @@
 """A model's own generation_config is followed as its own `generate` follows it, or what differs is said."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files stand wherever a model or tokenizer is named; those that cannot be read are refused with the next step."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A target's own next-token layers draft what transformers drafts with them, exactly, and roll back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Opening a model: device and number format are decided once; what cannot be opened is refused with the next step."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

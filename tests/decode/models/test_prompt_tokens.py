@@ -1,7 +1,5 @@
 """Prompts and chats have the same ids wherever they are read; only prompts get a start token by the tokenizer."""
 
-from __future__ import annotations
-
 import pytest
 from pairs import make_tokenizer
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start

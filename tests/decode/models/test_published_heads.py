@@ -1,7 +1,5 @@
 """Feature heads in the formats of other projects: each computes what a plain twin does, or is refused by its format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Both runners give the model's own logits: long texts, growth, several threads, weights in every layout."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """The language model in models that read images or audio too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts of many prompts that are written, or read by teacher forcing, at once are those that each has alone."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
