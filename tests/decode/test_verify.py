@@ -132,6 +132,7 @@ def test_acceptance_correction_and_spent_distance_agree_with_rational_arithmetic
             gain = sum(q[t] * (accept(p, q, t) - exact(p, q, t)) for t in tokens)
             assert variation == gain
     assert spent_somewhere == (not rule.exact)
+    assert torch.equal(rule.residual(rows_p[0], rows_p[0]), rows_p[0])  # nothing is left of it
 
 
 def tables() -> list[ScriptedRunner]:
