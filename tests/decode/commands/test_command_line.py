@@ -162,11 +162,9 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
     build = ["--tokenizer", target, "--input", str(own), "arithmetic", "--texts", "30", "--output", str(tmp_path / "s")]
     assert main(["datastore", "build", *build]) == 0
     assert "31 documents" in capsys.readouterr().out
-    run = [
-        "bench", "--target", target, "--suite", "open", "--limit", "1",
-        "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",
-    ]  # fmt: skip
-    assert main([*run, "rest,adaptix", "--datastore", str(tmp_path / "s")]) == 0
+    options = "--suite open --limit 1 --threads 1 --max-new-tokens 8 --methods rest,adaptix --output"
+    run = ["bench", "--target", target, *options.split(), str(tmp_path / "out"), "--datastore", str(tmp_path / "s")]
+    assert main(run) == 0
     rows = latest(tmp_path / "out")["methods"]
     assert [r["name"] for r in rows] == ["autoregressive", "generate", "rest", "adaptix"]
     assert all(r["identical_to_target"] for r in rows)
@@ -186,11 +184,8 @@ def test_an_interrupted_bench_writes_what_it_measured(folder, tmp_path, capsys, 
                 return super().run(*args, **extra)
 
     monkeypatch.setattr(bench, "Benchmark", Interrupted)
-    argv = [
-        "bench", "--target", str(folder / "target"), "--suite", "open", "--limit", "3",
-        "--max-new-tokens", "4", "--threads", "1", "--output", str(tmp_path), "--methods", "prompt-lookup",
-    ]  # fmt: skip
-    assert main(argv) == 130
+    options = "--suite open --limit 3 --max-new-tokens 4 --threads 1 --methods prompt-lookup --output"
+    assert main(["bench", "--target", str(folder / "target"), *options.split(), str(tmp_path)]) == 130
     told = " ".join(capsys.readouterr().out.split())
     assert "9 texts of at most 4 tokens, 36 in all, by autoregressive, generate, prompt-lookup" in told
     assert "stopped early" in told

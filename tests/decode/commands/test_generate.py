@@ -48,9 +48,7 @@ def test_streamed_pieces_join_to_the_text_of_all_ids(seed) -> None:
         ids = [chance.randrange(len(tokenizer)) for _ in range(200)]
     stream, pieces, rest = Detokenizer(tokenizer), [], list(ids)
     while rest:
-        size = chance.randint(1, 4)
-        pieces.append(stream.push(rest[:size]))
-        rest = rest[size:]
+        pieces.append(stream.push([rest.pop(0) for _ in range(min(len(rest), chance.randint(1, 4)))]))
     pieces.append(stream.finish())
     assert "".join(pieces) == stream.text(ids)
     if not seed % 2:
