@@ -45,118 +45,78 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SPECULATORS = {  # every key that its version 0.9 writes beside the layer's
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "speculators_version": "0.9.0",
-    "draft_vocab_size": DRAFTED,
-    "target_hidden_size": None,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "embed_requires_grad": False,
-    "eagle_aux_hidden_state_layer_ids": None,
-    "transformers_version": "5.19.0",
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
-        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
-    },
-}
-SPECFORGE = {  # of its templates, which its exports keep, and what transformers adds
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.02,
-    "max_window_layers": 36,
-    "sliding_window": 512,
-    "use_sliding_window": False,
-    "decoder_sparse_step": 1,
-    "pretraining_tp": 1,
-    "mlp_bias": False,
-    "target_model_type": "gemma3_text",
-    "torch_dtype": "bfloat16",
-    "dtype": "bfloat16",
-    "transformers_version": "5.3.0",
-    "use_cache": True,
-    "draft_vocab_size": DRAFTED,
-}
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW, "use_sliding_window": True}
+THREE = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+NVIDIA = {"use_aux_hidden_state": False, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+          "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+          "next_layer_regular": True}  # fmt: skip
+
+
+def of(architecture: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **fields}
+
+
+def by_speculators(layer: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Every key that its version 0.9 writes."""
+    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"}
+    proposed = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+    methods = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposed]}
+    written = {"speculators_model_type": "eagle3", "speculators_version": "0.9.0", "transformers_version": "5.19.0"}
+    off = dict.fromkeys(
+        ["norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "tie_word_embeddings"], False
+    )
+    absent = {"target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None}
+    written |= (
+        off | absent | {"dtype": "bfloat16", "draft_vocab_size": DRAFTED, "transformer_layer_config": SHAPE | layer}
+    )
+    return of("Eagle3Speculator", **written | {"speculators_config": methods | {"verifier": verifier}} | fields)
+
+
+def by_specforge(**fields: Any) -> dict[str, Any]:
+    """What its templates hold, which its exports keep, and what transformers adds."""
+    zeros = {"attention_dropout": 0.0, "pad_token_id": 0}
+    written = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "max_window_layers": 36}
+    written |= {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": 512}
+    written |= {"decoder_sparse_step": 1, "pretraining_tp": 1, "target_model_type": "gemma3_text", "use_cache": True}
+    written |= {"torch_dtype": "bfloat16", "dtype": "bfloat16", "transformers_version": "5.3.0"}
+    return of("LlamaForCausalLMEagle3", **zeros | written | {"draft_vocab_size": DRAFTED} | fields)
+
+
 FORMATS = {
     # the authors' own: the architecture of the target, any number of layers
-    "EAGLE": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "draft_vocab_size": DRAFTED},
-    "SGLang": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-        "head_dim": 12,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "SpecForge": {**SPECFORGE, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "rope_scaling": {}},
-    "SpecForge 3.1": {
-        **SPECFORGE,
-        "fc_norm": True,
-        "norm_output": True,
-        "rope_scaling": {**SCALED, "original_max_position_embeddings": 16},
-        "rope_theta": 5e5,
-    },
-    "vLLM": {
-        "architectures": ["Eagle3LlamaForCausalLM"],
-        "eagle_aux_hidden_state_layer_ids": [1, 3],
-        "eagle_config": {"norm_before_fc": True},
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    },
-    "Automodel": {"architectures": ["LlamaEagle3DraftModel"], "model_type": "phi3", "attention_bias": True},
-    "speculators": {
-        **SPECULATORS,
-        "norm_before_residual": True,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "transformer_layer_config": SHAPE | {"architectures": ["LlamaForCausalLM"], "layer_types": ["full_attention"]},
-    },
-    "speculators, norm before fc": {
-        **SPECULATORS,
-        "norm_before_residual": False,
-        "norm_before_fc": True,
-        "norm_output": True,
-        "transformer_layer_config": SHAPE | {"layer_types": ["full_attention"], "sliding_window": 2048},
-    },
-    "speculators, Qwen3": {
-        **SPECULATORS,
-        "fc_norm": True,
-        "norm_output": True,  # without norm_before_residual, for which vLLM takes true
-        "transformer_layer_config": SHAPE
-        | {"model_type": "qwen3", "head_dim": 16}
-        | {"layer_types": ["sliding_attention"], "sliding_window": WINDOW, "use_sliding_window": True},
-    },
-    "Qwen2.5-VL": {
-        "architectures": ["Eagle3Qwen2_5vlForCausalLM"],
-        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
-    },
-    "NVIDIA, last state": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {
-            "use_aux_hidden_state": False,
-            "parallel_draft_step": 1,
-            "parallel_draft_heads_num_layers": 1,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "next_layer_regular": True,
-        },
-    },
-    "narrow": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 24,
-        "target_hidden_size": 32,
-        "fc_norm": True,
-    },
-    "EAGLE-1": {"architectures": ["LlamaForCausalLM"]},
-    "EAGLE-1, Qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "EAGLE-1, vLLM": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle", "model": SHAPE},
+    "EAGLE": of("LlamaForCausalLM", num_hidden_layers=40, draft_vocab_size=DRAFTED),
+    "SGLang": of("LlamaForCausalLMEagle3", eagle_config=THREE, head_dim=12, hidden_act="gelu_pytorch_tanh"),
+    "SpecForge": by_specforge(eagle_config=THREE, rope_scaling={}),
+    "SpecForge 3.1": by_specforge(
+        fc_norm=True, norm_output=True, rope_theta=5e5, rope_scaling=SCALED | {"original_max_position_embeddings": 16}
+    ),
+    "vLLM": of(
+        "Eagle3LlamaForCausalLM",
+        eagle_aux_hidden_state_layer_ids=[1, 3],
+        eagle_config={"norm_before_fc": True},
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ),
+    "Automodel": of("LlamaEagle3DraftModel", model_type="phi3", attention_bias=True),
+    "speculators": by_speculators(
+        of("LlamaForCausalLM", layer_types=["full_attention"]),
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+    ),
+    "speculators, norm before fc": by_speculators(
+        {"layer_types": ["full_attention"], "sliding_window": 2048},
+        norm_before_residual=False,
+        norm_before_fc=True,
+        norm_output=True,
+    ),
+    "speculators, Qwen3": by_speculators(  # without norm_before_residual, for which vLLM takes true
+        {"model_type": "qwen3", "head_dim": 16} | SLIDING, fc_norm=True, norm_output=True
+    ),
+    "Qwen2.5-VL": of("Eagle3Qwen2_5vlForCausalLM", rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}),
+    "NVIDIA, last state": of("LlamaForCausalLMEagle3", eagle_config=NVIDIA),
+    "narrow": of("LlamaForCausalLMEagle3", hidden_size=24, target_hidden_size=32, fc_norm=True),
+    "EAGLE-1": of("LlamaForCausalLM"),
+    "EAGLE-1, Qwen2": of("Qwen2ForCausalLM", model_type="qwen2"),
+    "EAGLE-1, vLLM": of("EagleLlamaForCausalLM", model_type="eagle", model=SHAPE),
 }
 PREFIX = {"Automodel": "model."}
 LAYER = dict.fromkeys([*(name for name in FORMATS if "speculators" in name), "vLLM", "Automodel"], "layers.0.")
