@@ -91,10 +91,8 @@ def record(*texts: list[tuple[int, float]], **more) -> Record:
 
 def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts() -> None:
     ours, base = record([(10, 1.0), (10, 2.0)], [(6, 1.0)] * 2), record([(10, 2.0), (10, 8.0)], [(3, 1.0)] * 2)
-    assert benchmark_module.speed_ratio(ours, base) == (
-        2.5,
-        None,
-    )  # of 3, the median of 2 and 4, and 2; lengths do not matter
+    # of 3, the median of 2 and 4, and 2; lengths do not matter
+    assert benchmark_module.speed_ratio(ours, base) == (2.5, None)
     row = measured(ours, {"generate": base})
     assert (row["speedup_vs_generate"], row["speedup_vs_generate_ci95"]) == (2.5, None)
     assert row["tokens_per_second"] == pytest.approx((16 / 2 + 16 / 3) / 2)  # the median of the repeats'
