@@ -39,8 +39,8 @@ def tables(vocab: int = 3) -> tuple[ScriptedRunner, ScriptedRunner]:
     return ScriptedRunner(random_table(1, vocab), vocab), ScriptedRunner(random_table(3, vocab), vocab)
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_two_texts_are_lossless_together_with_every_stop_rule(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in STOPS if name not in ("length", "unsure", "copy", "suffix")])
+def test_two_texts_are_lossless_together_with_every_adaptive_stop_rule(name: str) -> None:
     target, draft = tables(2)
     stop = STOPS[name](MethodInputs(target, SAMPLE, draft))
     system = Method(name, ModelDrafter(draft, SAMPLE, 2), stop)

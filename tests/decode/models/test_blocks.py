@@ -117,7 +117,8 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -
     runner = fast_runner(target)
     head = BlockRunner(make_block_head(target, version, **shape), target)
     there = Experiment(runner, warp, PROMPT, 3, forward=after(target))
-    for name, method in methods(head, runner, warp).items():
+    cases = list(methods(head, runner, warp).items())
+    for name, method in cases if shape is KINDS[2][1] else cases[KINDS.index((version, shape)) % 2 :: 2]:
         assert there.bias(method) < 1e-12, name
         assert sum(sum(r.drafted for r in trace) for trace in there.traces), name
         if shape is KINDS[2][1] and "cost" not in name:  # whose estimate learns from both texts
@@ -156,7 +157,7 @@ def test_every_round_drafts_each_slot_given_the_token_before(version: str, shape
     head, runner = BlockRunner(module, target), open_runner(target)
     options = MethodOptions(draft_length=3, sample_block=sample)
     method = build("block", MethodInputs(runner, warp, head, options=options))
-    text, kept = Text(runner, method, warp, ids, max_new_tokens=24, rng=TorchRng(0)), module.draft_ids()
+    text, kept = Text(runner, method, warp, ids, max_new_tokens=12, rng=TorchRng(0)), module.draft_ids()
     proposed = list[Drafts]()
     watched(method.drafter, lambda _, drafts: proposed.append(drafts))  # rounds do not keep q
     for _ in run(runner, method, [text]):
@@ -172,7 +173,7 @@ def test_every_round_drafts_each_slot_given_the_token_before(version: str, shape
             else:
                 assert (token, q) == (int(argmax(row)), None)
         ids = list(text.ids)
-    assert len(ids) > 24
+    assert len(ids) > 12
 
 
 class SeesItsToken(BlockDrafter):

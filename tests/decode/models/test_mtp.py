@@ -54,12 +54,12 @@ def test_drafts_are_transformers_own(target: PreTrainedModel, monkeypatch: pytes
     theirs = {}
     own = MTPCandidateGenerator.get_candidates
 
-    def watched(self, input_ids, **given):
+    def noted(self, input_ids, **given):
         found, logits = own(self, input_ids, **given)
         theirs[input_ids.shape[1]] = found[0, input_ids.shape[1] :].tolist()
         return found, logits
 
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched)
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
     prompt = [i % 5 for i in PROMPT]
     text = generate(target, prompt, 40, use_mtp=True)
     ours = {}
