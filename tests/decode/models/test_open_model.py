@@ -195,7 +195,7 @@ ADAPTER: dict[str, Any] = {"adapter_config.json": b"{}", "adapter_model.safetens
         (GONE | {"pytorch_model.bin": b""}, r"no safetensors file.*but pytorch_model\.bin.*python"),
         (GONE | {"model.fp16.safetensors": ZEROS}, r"but model\.fp16.*of another name may be renamed"),
         (GONE | {"consolidated.safetensors": ZEROS}, r"but consolidated\.safetensors: "),
-        (GONE, "no safetensors file that is read .*but no weights at all"),
+        (GONE, "no safetensors file that is read .*but no other weights: download it, unless"),
         ({"model.safetensors": NOWHERE}, "model.safetensors is a link that leads nowhere"),
         (GONE | {sources.INDEX: OUTSIDE}, r"names .*\.\./model\.safetensors, which is not in its fold"),
         (GONE | ADAPTER, "holds adapter_config.json: .*an adapter is not read: merge it .*merge_and_unload"),
@@ -258,8 +258,9 @@ def test_a_name_on_the_hub_is_read_by_the_same_rules(
             model = load_model(name, **CPU)
             assert (model.lm_head.weight.equal(wanted), model.name_or_path) == (True, str(snapshot))
             assert load_tokenizer(name).get_vocab() == make_tokenizer(chat=True).get_vocab()
-    with pytest.raises(UserError, match="not in the Hub's cache on this machine"):
-        load_model("org/model@v2", **CPU)
+    for name in ("org/model@v2", "org/model@refs/pr/1"):
+        with pytest.raises(UserError, match="not in the Hub's cache on this machine"):
+            load_model(name, **CPU)
 
 
 def test_weights_that_the_index_names_are_fetched_and_no_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
