@@ -85,9 +85,8 @@ def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", STOPS)
 def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, clock) -> None:
-    experiment, draft = scripted_pair(
-        tokens=4 if (name, warm) == ("entropy", True) else 3, clock=clock
-    )  # which drafts little
+    tokens = 4 if (name, warm) == ("entropy", True) else 3  # which drafts little
+    experiment, draft = scripted_pair(tokens=tokens, clock=clock)
     stop = stop_rule(name, experiment, draft, threshold=0.5 if name == "unsure" else None)
     start = stop.threshold.value, stop.window
     system = Method(name, ModelDrafter(draft, SAMPLE, 3), stop)
