@@ -3,9 +3,9 @@
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,10 +200,7 @@ ADAPTER: dict[str, Any] = {"adapter_config.json": b"{}", "adapter_model.safetens
         (GONE | {sources.INDEX: OUTSIDE}, r"names .*\.\./model\.safetensors, which is not in its fold"),
         (GONE | ADAPTER, "holds adapter_config.json: .*an adapter is not read: merge it .*merge_and_unload"),
         (ADAPTER, "holds adapter_config.json and model.safe"),
-        (
-            {"hf_quant_config.json": b"{}"},
-            "by the method that hf_quant_config.json describes, .*: take its files in 16",
-        ),
+        ({"hf_quant_config.json": b"{}"}, "that hf_quant_config.json describes, .*: take its files in 16"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -307,9 +304,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
     session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
     monkeypatch.setattr(sources, "get_session", lambda: session)
     for reads in (partial(load_model, **CPU), load_tokenizer, load_config):
-        with pytest.raises(
-            UserError, match=r"^cannot load the \w+ 'some/name@v1': .*; it is no folder .* not answer: "
-        ):
+        with pytest.raises(UserError, match=r"^cannot load the \w+ 'some/name@v1': .*it is no folder .* not answer: "):
             reads("some/name@v1")
     assert len(asked) == 1
     assert constants.HF_HUB_OFFLINE is False
@@ -322,11 +317,8 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
 def test_loading_leaves_transformers_messages_as_they_were(folder: Path) -> None:
     """Two threads load at once; the settings are the process's."""
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    threads = [Thread(target=partial(load_model, folder / name, **CPU)) for name in ("target", "draft") * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: load_model(folder / name, **CPU), ("target", "draft") * 2))
     assert before == (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled())
 
 
@@ -346,10 +338,8 @@ def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, 
 
 
 def test_a_draft_goes_where_its_target_is_in_its_format_if_it_has_its_tokenizer(folder: Path) -> None:
-    target, tokenizer = (
-        load_model(folder / "target", device="cpu", dtype="bfloat16", device_map="cpu"),
-        make_tokenizer(),
-    )
+    target = load_model(folder / "target", device="cpu", dtype="bfloat16", device_map="cpu")
+    tokenizer = make_tokenizer()
     draft = open_draft(folder / "draft", target, tokenizer)
     assert (draft.dtype, draft.device) == (torch.bfloat16, target.device)
     byte_level().save_pretrained(folder / "draft")
