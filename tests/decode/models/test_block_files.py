@@ -85,27 +85,17 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         state = {key.replace("d2t", "draft_id_to_target_id"): tensor for key, tensor in state.items()}
     else:  # all that its version 0.9 writes
         attention = {key: config[key] for key in ("layer_types", "sliding_window", "use_sliding_window")}
-        fields = {
-            "architectures": ["DFlash2DraftModel" if head.version == "dflash2" else f"{head.version}Speculator"],
-            "speculators_model_type": head.version,
-            "speculators_version": "0.9.0",
-            "transformer_layer_config": shape | attention | {"rope_parameters": config["rope_parameters"]},
-            "aux_hidden_state_layer_ids": list(head.captured_layers),
-            "block_size": 5,
-            "mask_token_id": MASK,
-            "draft_vocab_size": config["draft_vocab_size"],
-            "sliding_window_non_causal": not head.layers[0].causal,
-            "target_hidden_size": None,
-            "transformers_version": "5.19.0",
-            "tie_word_embeddings": False,
-            "dtype": "bfloat16",
-            "speculators_config": {
-                "algorithm": head.version,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.drafts}],
-                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
-            },
-        } | markov
+        layer = shape | attention | {"rope_parameters": config["rope_parameters"]}
+        proposed = {"proposal_type": "greedy", "speculative_tokens": head.drafts}
+        methods = {"algorithm": head.version, "default_proposal_method": "greedy", "proposal_methods": [proposed]}
+        verifier = {"verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"}}
+        name = "DFlash2DraftModel" if head.version == "dflash2" else f"{head.version}Speculator"
+        fields = markov | {"architectures": [name], "transformer_layer_config": layer, "dtype": "bfloat16"}
+        fields |= {"speculators_model_type": head.version, "speculators_version": "0.9.0", "target_hidden_size": None}
+        fields |= {"aux_hidden_state_layer_ids": list(head.captured_layers), "block_size": 5, "mask_token_id": MASK}
+        fields |= {"draft_vocab_size": config["draft_vocab_size"], "speculators_config": methods | verifier}
+        fields |= {"sliding_window_non_causal": not head.layers[0].causal, "tie_word_embeddings": False}
+        fields |= {"transformers_version": "5.19.0"}
         if head.from_anchor:
             fields["sample_from_anchor"] = True
         state |= shared(head, target) | {"verifier_norm.weight": torch.ones(32)}
