@@ -67,9 +67,7 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
         head, history = load_head(made.path(stage)), made.record(stage).history
         weights = head.state_dict()
         assert {n for n in first if torch.equal(weights[n], first[n])} <= {"d2t", "t2d"}, stage
-        if (
-            settings.student.draft.method == "block"
-        ):  # an EAGLE-3 head that starts from the target's layer has little to learn here
+        if settings.student.draft.method == "block":  # an EAGLE-3 head from the target's layer has little to learn here
             assert history[-1]["loss"] < history[0]["loss"], stage
             assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
             assert "alpha_4" not in history[-1]  # a block drafts three tokens, the likeliest at any temperature
@@ -83,8 +81,8 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
 
 
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path) -> None:
-    kills = {"distillspec": 5, "adaspec": 6, "accepted": 7}
-    check_killed_ends_alike(run[0], tmp_path, {name: kills[name] for name in run[0].drafts})
+    """Of AdaSPEC, whose reference a later stage of the same process has read, and of accepted tokens alone."""
+    check_killed_ends_alike(run[0], tmp_path, {"accepted": 7} if "accepted" in run[0].drafts else {"adaspec": 6})
 
 
 def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
@@ -155,13 +153,8 @@ def test_a_language_model_that_drafts_some_tokens_learns_these_and_says_so_in_it
     settings.teacher.signal = "topk" if kind == "cut" else "hidden"
     if kind == "as_is":
         words = Run(settings).tokenizer
-        shape = {
-            "vocab_size": len(words) + 4,
-            "max_position_embeddings": 256,
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-        }
-        given(tmp_path / "draft", build_tiny("llama", seed=3, **shape), words)
+        shape = {"max_position_embeddings": 256, "hidden_size": 16, "num_hidden_layers": 1}
+        given(tmp_path / "draft", build_tiny("llama", seed=3, vocab_size=len(words) + 4, **shape), words)
         settings.student = StudentSettings(kind="as_is", model=str(tmp_path / "draft"), draft_vocab=64)
     _, run, printed = run_tiny(settings)
     assert "64 tokens drafted, " in printed
