@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, NEEDED, build_tiny, in_double, with_layers
+from families import NEEDED, build_tiny, in_double, with_layers
 from pairs import make_tokenizer
 from safetensors.torch import load_file
 from tiny_run import STAGES, begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
@@ -96,22 +96,14 @@ def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
     assert "starts from the head in" in told.getvalue()
 
 
-def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str) -> Settings:
-    """A run that tunes the layer of a target made below the folder."""
-    tokenizer = make_tokenizer()
-    with_layers(folder / "given", patch, kind, vocab_size=len(tokenizer), max_position_embeddings=256)
-    tokenizer.save_pretrained(folder / "given")
-    target = TargetSettings(kind="as_is", model=str(folder / "given"))
-    settings = tiny_settings(folder, target=target, student=StudentSettings(kind="mtp"))
-    settings.data.max_length, settings.data.overlong = 96, "cut"
-    settings.training.lr, settings.trainer.validate_every = 1e-2, 6
-    del settings.drafts["adaspec"]
-    return settings
-
-
 @NEEDED
 def test_a_target_s_layer_is_tuned_and_learns(tmp_path, monkeypatch) -> None:
-    settings = mtp_settings(tmp_path, monkeypatch, "Mellum")
+    tokenizer, folder = make_tokenizer(), tmp_path / "given"
+    with_layers(folder, monkeypatch, "Mellum", vocab_size=len(tokenizer), max_position_embeddings=256)
+    target, student = given(folder, tokenizer), StudentSettings(kind="mtp")
+    settings = tiny_settings(tmp_path, target=target, student=student, drafts={"distillspec": DraftSettings()})
+    settings.data.max_length, settings.data.overlong = 96, "cut"
+    settings.training.lr, settings.trainer.validate_every = 1e-2, 6
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
     _, made, _ = run_tiny(settings)
     history = made.draft_record("distillspec").history
@@ -119,12 +111,9 @@ def test_a_target_s_layer_is_tuned_and_learns(tmp_path, monkeypatch) -> None:
     assert run_tiny(settings)[0] == []
 
 
-LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "qwen2-sliding", "phi", "gpt_neox", "gpt2", "opt"])
 def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path) -> None:
-    model = build_tiny(family, dtype=torch.float64, **{LAYERS.get(family, "num_hidden_layers"): 4})
+    model = build_tiny(family, dtype=torch.float64, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4})
     draft, ids = in_double(cut(in_double(model), [1, 3])), torch.arange(2, 12)[None]  # longer than the sliding windows
     check_head(draft, LMHead(draft))
     assert draft.config.get_text_config().num_hidden_layers == 2
