@@ -56,7 +56,7 @@ def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
     settings = altered(tiny_settings(folder, name=way), trainer__validate_every=2, **changes)
     settings.teacher.responses.max_new_tokens = 8
     for training in (settings.target.training, settings.student.training, settings.training):
-        training.steps, training.batch_size = 4, 8
+        training.steps, training.batch_size = 2, 8
     return settings
 
 

