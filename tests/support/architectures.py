@@ -34,15 +34,12 @@ RECURRENT = {
     *("Bailing hybrid", "Nemotron-H", "LFM2-MoE", "LFM3", "Granite 4 hybrid", "Falcon-H1", "OLMo hybrid", "Zamba 2"),
     "DeepSeek-V4",
 }
-NO_TREES = {
-    *("Llama 4, temperature tuning", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi", "BART decoder"),
-    *RECURRENT,
-}
+NO_TREES = {*("Llama 4, temperature tuning", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi", "BART decoder"), *RECURRENT}
 
 DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
 GENERATED = "<!-- written by: python tests/support/architectures.py -->\n"
-GROUPS = ("Attention alone", "Mixture of experts", "Recurrent and hybrid", "Refused")
-COLUMNS = ("chains", "trees", "batches", "fast forward", "drafts", "heads", "LayerSkip")
+GROUPS = ("Attention", "Recurrent and hybrid", "Refused")
+COLUMNS = ("trees", "fast forward", "drafts", "heads", "LayerSkip")
 
 
 @dataclass
@@ -74,9 +71,8 @@ def opened(name: str, model: PreTrainedModel, to_runner: Callable[[PreTrainedMod
     """What opening a model for decoding, and starting each kind of training with it, come to."""
     made: list[Any] = []
     if why := refusal(lambda: made.append(to_runner(model))):
-        return Opened(name, "Refused", {"chains": ("no", why)})
+        return Opened(name, "Refused", {"reason": (why, "")})
     runner = made[0]
-    experts = any("expert" in part for part, _ in model.named_modules())
 
     def answer(why: str, yes: str = "yes", no: str = "no") -> tuple[str, str]:
         return (no, why) if why else (yes, "")
@@ -89,15 +85,13 @@ def opened(name: str, model: PreTrainedModel, to_runner: Callable[[PreTrainedMod
         "trained only" if refusal(lambda: self_speculating(runner)) else "yes",
     )
     cells = {
-        "chains": ("yes", ""),
         "trees": answer(runner.tree_refusal),
-        "batches": ("in turn" if type(runner).forward is Model.forward else "together", ""),
         "fast forward": ("yes" if isinstance(runner, FastRunner) else "no", ""),
         "drafts": answer(untrained),
         "heads": heads,
         "LayerSkip": exits,
     }
-    return Opened(name, GROUPS[2 if runner.recurrent else experts], cells)
+    return Opened(name, GROUPS[runner.recurrent], cells)
 
 
 def table(lines: list[Opened]) -> str:
@@ -112,7 +106,7 @@ def table(lines: list[Opened]) -> str:
     text = ""
     for group in GROUPS:
         rows: dict[str, dict[str, list[str]]] = {}  # entries → family → its variants
-        columns = COLUMNS[:1] if group == "Refused" else COLUMNS
+        columns = ("reason",) if group == "Refused" else COLUMNS
         for architecture in (line for line in lines if line.group == group):
             family, _, variant = architecture.name.partition(", ")
             entries = " | ".join(cell(*architecture.cells[column]) for column in columns)

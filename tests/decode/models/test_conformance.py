@@ -334,7 +334,7 @@ def test_prompts_of_one_token_and_of_the_whole_context_are_served(name: str) -> 
 @pytest.mark.parametrize(("name", "penalty"), [("Llama", 1.5), ("GPT-NeoX", 0.7), ("OPT", 1.5)])
 def test_repetition_penalties_act_as_in_generate(name: str, penalty: float) -> None:
     model, warp, prompt = model_of(name), LogitsWarper(repetition_penalty=penalty), PROMPTS[1]
-    runner, draft = runner_of(name), open_runner(resembling(model, 0.15))
+    runner, draft = runner_of(name), open_runner(resembling(model, 0.05))
     wanted = generate(model, prompt, NEW, repetition_penalty=penalty)
     assert wanted != texts_of(name)[1]
     for drafter in (ModelDrafter(draft, warp, VOCAB), Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
