@@ -176,7 +176,7 @@ def test_refusing_to_draw_by_the_distribution_alone_is_lossless(
 
 WARPS = {
     "plain": LogitsWarper(temperature=1.0),
-    "hot-top-k": LogitsWarper(temperature=1.5, top_k=3),
+    "hot-top-k": LogitsWarper(temperature=1.5, top_k=2),
     "top-p": LogitsWarper(temperature=0.8, top_p=0.8),
     "min-p": LogitsWarper(temperature=1.2, min_p=0.2),
     "repetition": LogitsWarper(temperature=1.0, repetition_penalty=1.7),
@@ -188,9 +188,9 @@ WARPS = {
 
 @pytest.mark.parametrize("warp", WARPS.values(), ids=WARPS)
 def test_every_warp_is_lossless(warp: LogitsWarper) -> None:
-    experiment, draft = scripted_pair(4, tokens=3, warp=warp)
+    experiment, draft = scripted_pair(tokens=3, warp=warp)
     stop = StopRule(5, token_probability, threshold=Fixed(0.2))
-    for drafter in (ModelDrafter(draft, warp, 4), ParallelDrafter(draft, warp, 4, 2), RandomTree(4)):
+    for drafter in (ModelDrafter(draft, warp, 3), ParallelDrafter(draft, warp, 3, 2), RandomTree(3)):
         assert experiment.bias(Method("", drafter, stop)) < TOLERANCE
     experiment, draft = scripted_pair(tokens=3, warp=warp, **APART)
     assert experiment.bias(blocks(draft, warp=warp)) < TOLERANCE
