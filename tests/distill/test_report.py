@@ -148,7 +148,7 @@ def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> N
 
 def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path) -> None:
     settings = tiny_settings(tmp_path, threads=2)
-    few = {"prompts": 3, "accuracy_prompts": 2, "decode_prompts": 2, "max_new_tokens": 8}
+    few = {"prompts": 3, "accuracy_prompts": 3, "decode_prompts": 4, "max_new_tokens": 12}
     settings.evaluation = EvaluationSettings(**few, draft_lengths=[2, 4])
     run_tiny(begun(settings))
     run = bench(settings)[0]

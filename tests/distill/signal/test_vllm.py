@@ -197,7 +197,7 @@ def test_no_more_files_wait_than_requests_are_in_flight(tiny, tmp_path) -> None:
 
 def short(folder: Path) -> Settings:
     settings = tiny_settings(folder)
-    settings.training.steps, settings.trainer.validate_every, settings.trainer.validation_examples = 6, 3, 4
+    settings.training.steps, settings.trainer.validate_every = 6, 3
     return settings
 
 
