@@ -193,6 +193,13 @@ def test_a_baseline_that_refuses_is_a_note_and_not_the_end(models) -> None:
     assert len({row["prompts"] for row in bench.rows}) == 1  # so that all stand in one table
 
 
+def test_texts_of_a_relaxed_rule_that_are_not_generates_are_told(models) -> None:
+    target, draft = models
+    entries, options = plan(["vanilla:rule=fuzzy"], {"d": draft}, [0.0]), BenchOptions(16, 1, pack="off")
+    row = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite()], entries, options).rows[-1]
+    assert (row["identical_to_target"], row["identical_share"] < 1) == (False, True)
+
+
 def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(models, monkeypatch) -> None:
     """Two-turn chats at batch size 1 have expected texts, their first turns at size 2 none."""
 
