@@ -73,7 +73,7 @@ class LlamaCpp(EngineKind):
         self, call: Callable[..., Any], ids: Ids, budget: int, stop_ids: Sequence[int], sampling: Fields
     ) -> tuple[str, Fields]:
         # it stops at strings, not at ids, and shows special tokens only where they are preserved
-        texts = [call("POST", "/detokenize", json={"tokens": [i]}).json()["content"] for i in stop_ids]
+        texts = [call("/detokenize", {"tokens": [i]}).json()["content"] for i in stop_ids]
         stop = list(filter(None, texts))
         return "/completion", sampling | {
             "prompt": ids, "n_predict": budget, "top_k": 0, "samplers": ["temperature"], "return_tokens": True,

@@ -24,16 +24,14 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.core.draft import Ids, until_end
-from decode.engines.base import CHECKOUT, FOLLOWING, NEUTRAL, Engine, EngineKind, model_name
+from decode.engines.base import CHECKOUT, FOLLOWING, NEUTRAL, Engine, EngineKind, Failure, ask, connect, model_name
 from decode.engines.check import Drafts, ServedText
 from decode.engines.llama_cpp import LlamaCpp
 from decode.engines.vllm import Vllm
 from decode.errors import UserError
-from decode.files import scratch_folder
+from decode.files import Fields, scratch_folder
 
 ENGINES: dict[str, EngineKind] = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
-LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-"""Environment variables by which torchrun's processes find each other; an engine must not see them."""
 SPIN = {"GOMP_SPINCOUNT", "DRAFTSMITH_SPINCOUNT"}  # set by `decode` itself, the first only where the user did not
 ANSWER = 120  # seconds in which a program has to print its version
 LAST = 2000  # characters of a failed engine's log that are shown
@@ -88,8 +86,8 @@ def free_port() -> int:
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's environment without what it or torchrun has set for itself, which an engine must not see."""
-    hidden = LAUNCHER | (SPIN if "DRAFTSMITH_SPINCOUNT" in os.environ else set())
+    """This process's environment without what it has set for itself."""
+    hidden = SPIN if "DRAFTSMITH_SPINCOUNT" in os.environ else set()
     return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
@@ -208,7 +206,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.kind = ENGINES[self.name]
-        self.client = httpx.Client(base_url=self.url, timeout=self.seconds, trust_env=False, limits=httpx.Limits())
+        self.client = connect(self.url, self.seconds)
 
     def close(self) -> None:
         """Close the connections."""
@@ -217,15 +215,16 @@ class Server:
     @cached_property
     def model(self) -> str:
         """The name by which it is asked for the target."""
-        models = self._call("GET", "/v1/models").json()["data"]
+        models = self._ask("/v1/models").json()["data"]
         return model_name(models, {self.target, Path(self.target).name}, self.url)
 
     def ready(self) -> bool:
         """Whether the server reports that it is healthy."""
         try:
-            return self.client.get("/health", timeout=2.0).status_code == 200
-        except httpx.HTTPError:
+            ask(self.client, "/health", timeout=2.0)
+        except Failure:
             return False
+        return True
 
     def write(
         self,
@@ -242,9 +241,9 @@ class Server:
         Its drafts are counted if it is `alone`; other requests may overlap, of several threads.
         """
         sampling = NEUTRAL | {"temperature": temperature, "seed": seed, "top_p": 1.0, "model": self.model}
-        path, body = self.kind.request(self._call, ids, max_new_tokens, stop_ids, sampling)
+        path, body = self.kind.request(self._ask, ids, max_new_tokens, stop_ids, sampling)
         before, began = self.settled() if alone else Metrics(), time.perf_counter()
-        answer = self._call("POST", path, json=body).json()
+        answer = self._ask(path, body).json()
         seconds = time.perf_counter() - began
         new, decode_seconds, ended = self.kind.answer(answer)
         if new is None:
@@ -256,7 +255,7 @@ class Server:
 
     def differs_in_ids(self, text: str, ids: Ids) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""
-        theirs = self._call("POST", "/tokenize", json=self.kind.tokenise(text)).json()["tokens"]
+        theirs = self._ask("/tokenize", self.kind.tokenise(text)).json()["tokens"]
         if not theirs or theirs == ids:
             return None
         return f"of {text[:40]!r}: {theirs[:8]} there, {ids[:8]} here"
@@ -266,7 +265,7 @@ class Server:
         now = None
         for _ in range(READINGS):
             time.sleep(SETTLED)
-            before, now = now, parse_metrics(self._call("GET", "/metrics").text)
+            before, now = now, parse_metrics(self._ask("/metrics").text)
             if now == before and now.tokens >= tokens:
                 return now
         raise UserError(
@@ -274,17 +273,11 @@ class Server:
             f"({now}): stop other clients that send requests, or restart the server with its statistics turned on"
         )
 
-    def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _ask(self, path: str, body: Fields | None = None) -> httpx.Response:
         try:
-            answer = self.client.request(method, path, **options)
-        except httpx.HTTPError as error:
+            return ask(self.client, path, body)
+        except Failure as failure:
             raise UserError(
-                f"{self.name} at {self.url} did not answer {path} within {self.seconds:.0f} s ({error}); is it running?"
-                " If it is slow, raise --timeout or lower --max-new-tokens"
-            ) from error
-        if answer.status_code != 200:
-            raise UserError(
-                f"{self.name} answered {path} with status {answer.status_code}: {answer.text[:400].strip()}; check "
-                "--url, --target and the server's log"
-            )
-        return answer
+                f"{self.name} at {self.url} did not answer {path}: {failure.why}; check --url, --target and the "
+                "server's log. If it is slow, raise --timeout or lower --max-new-tokens"
+            ) from failure

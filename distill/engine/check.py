@@ -5,7 +5,6 @@ from math import isfinite
 from pathlib import Path
 from statistics import NormalDist
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.models.api import free_memory
 from decode.models.sources import weight_files
 from distill.engine.states import StateFiles
 from distill.networks.layers import entering, final_norm
@@ -197,10 +197,8 @@ def _moments(p: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def holds(folder: Path, device: torch.device) -> bool:
     """Whether a device has room for the model in a folder beside what is there."""
-    size = sum(file.stat().st_size for file in weight_files(folder))
-    if device.type == "cuda":
-        return size < 0.9 * torch.cuda.mem_get_info(device)[0]
-    return 2 * size < 0.5 * psutil.virtual_memory().available  # files may hold half as many bytes as float32 takes
+    share = 0.9 if device.type == "cuda" else 0.25  # there files may hold half as many bytes as float32 takes
+    return sum(file.stat().st_size for file in weight_files(folder)) < share * free_memory(device)
 
 
 @torch.no_grad()
