@@ -26,7 +26,7 @@ FOLDER = "/dev/shm/states"
 """Through which states pass on one machine; a fast disk does as well."""
 
 
-def server_options(layers: Sequence[int], folder: str = FOLDER) -> list[str]:
+def server_options(layers: Sequence[int], folder: str) -> list[str]:
     """The options of vLLM for states that pass through a folder; `CONNECTOR` has to be in its PYTHONPATH."""
     aux = {"eagle_aux_hidden_state_layer_ids": list(layers)}
     how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
@@ -35,8 +35,8 @@ def server_options(layers: Sequence[int], folder: str = FOLDER) -> list[str]:
 
 
 def server_command(
-    model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str = "",
-    gpus: Sequence[int] = (), folder: str = FOLDER,
+    model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str, gpus: Sequence[int],
+    folder: str,
 ) -> str:  # fmt: skip
     """The command of a server, with further arguments, that gives the states that enter these layers away.
 

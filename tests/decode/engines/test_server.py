@@ -10,26 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from serving import serving
 
+from decode.engines import server as engines
 from decode.engines.base import NEUTRAL, model_name
 from decode.engines.check import Drafts
-from decode.engines.server import (
-    ENGINES,
-    Engine,
-    Metrics,
-    Server,
-    check_engine,
-    inherited_environment,
-    opened,
-    parse_metrics,
-    running,
-)
+from decode.engines.server import ENGINES, Engine, Metrics, Server, check_engine, opened, parse_metrics, running
 from decode.errors import UserError
 
 FOREVER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], " \
@@ -157,8 +147,9 @@ def test_an_engine_does_not_inherit_what_this_package_sets_for_itself(given, inh
     environment = {name: value for name, value in os.environ.items() if name not in ours} | given
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     monkeypatch.setattr(os, "environ", json.loads(done.stdout))
-    assert inherited_environment().get("GOMP_SPINCOUNT") == inherited
-    assert "DRAFTSMITH_SPINCOUNT" not in inherited_environment()
+    seen = engines.inherited_environment()
+    assert seen.get("GOMP_SPINCOUNT") == inherited
+    assert "DRAFTSMITH_SPINCOUNT" not in seen
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -246,24 +237,19 @@ def test_servers_that_are_busy_miscount_or_hang_are_refused(monkeypatch, page: C
         write(server)
 
 
-def test_llama_server_is_given_the_targets_stop_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_server_is_given_the_targets_stop_ids() -> None:
     """It stops at strings: special tokens are written out, and what it wrote after a stop id is cut."""
-    sent = []
 
-    def answer(path: str, body: Mapping = MappingProxyType({})) -> SimpleNamespace:
-        sent.append((path, body))
-        content = {"/detokenize": {"content": {5: "<|end|>", 6: "\n"}.get(body.get("tokens", [0])[0])}}
-        content["/v1/models"] = {"data": [{"id": "target.gguf"}]}
-        completed = {"tokens": [1, 2, 5, 9], "timings": {"predicted_ms": 500}}
-        return SimpleNamespace(json=lambda: content.get(path, completed))
+    def answer(body: dict, number: int) -> tuple[int, dict]:
+        if body["path"] == "/detokenize":
+            return 200, {"content": {5: "<|end|>", 6: "\n"}[body["tokens"][0]]}
+        return 200, {"tokens": [1, 2, 5, 9], "timings": {"predicted_ms": 500}}
 
-    server = Server("http://127.0.0.1:1", "llama.cpp")
-    monkeypatch.setattr(server, "_ask", answer)
-    monkeypatch.setattr(server, "settled", lambda tokens=0.0: Metrics())
-    text = server.write([3, 4], temperature=0.0, seed=0, max_new_tokens=4, stop_ids=[5, 6])
+    with serving(answer) as (url, bodies):
+        server = Server(url.removesuffix("/v1"), "llama.cpp")
+        text = server.write([3, 4], temperature=0.0, seed=0, max_new_tokens=4, stop_ids=[5, 6], alone=False)
     assert (text.ids, text.decode_seconds) == ([1, 2, 5], 0.5)
-    body = sent[-1][1]
-    assert body["stop"] == body["preserved_tokens"] == ["<|end|>", "\n"]
+    assert bodies[-1]["stop"] == bodies[-1]["preserved_tokens"] == ["<|end|>", "\n"]
 
 
 VLLM = """# TYPE vllm:spec_decode_num_drafts_total counter
