@@ -114,6 +114,11 @@ def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> st
     return found[0]
 
 
+def installed(made: Path) -> Path:
+    """A file that `make engines` makes: in the working directory if it is there, else in the checkout."""
+    return made.absolute() if made.is_file() else CHECKOUT / made
+
+
 def room_for(draft_length: int) -> int:
     """The tokens that a server's context has to hold behind the longest text, so that it is drafted to its end.
 

@@ -24,7 +24,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.core.draft import Ids, until_end
-from decode.engines.base import CHECKOUT, FOLLOWING, NEUTRAL, Engine, EngineKind, Failure, ask, connect, model_name
+from decode.engines.base import FOLLOWING, NEUTRAL, Engine, EngineKind, Failure, ask, connect, installed, model_name
 from decode.engines.check import Drafts, ServedText
 from decode.engines.llama_cpp import LlamaCpp
 from decode.engines.vllm import Vllm
@@ -65,10 +65,9 @@ def check_engine(name: str, path: str | None = None, head: Any = None) -> str:
             next step.
     """
     kind = ENGINES[name]
-    places = [Path(path)] if path else [folder / kind.installed for folder in (Path.cwd(), CHECKOUT)]
-    program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
-    if program is None:
-        raise UserError(f"there is no program {places[0]} that can be run; {FOLLOWING}")
+    program = path or str(installed(kind.installed))
+    if not (os.path.isfile(program) and os.access(program, os.X_OK)):
+        raise UserError(f"there is no program {program} that can be run; {FOLLOWING}")
     asked = [program, *kind.version]
     try:
         done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER)

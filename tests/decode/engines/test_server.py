@@ -108,7 +108,7 @@ def _holders(path: str) -> list[str]:
 
 def test_what_is_not_installed_is_said_with_the_next_step(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.server.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.base.CHECKOUT", tmp_path)
     with pytest.raises(UserError, match="make engines"):
         check_engine("vllm")
     with pytest.raises(UserError, match=r"no program .* that can be run"):
