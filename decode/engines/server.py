@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -148,7 +148,8 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
     """
     port = free_port()
     url = engine.url or f"http://127.0.0.1:{port}"
-    with closing(Server(url, engine.name, engine.seconds, engine.target)) as server:
+    server = Server(url, engine.name, engine.seconds, engine.target)
+    with server.client:
         if engine.url is None:
             engine.program = engine.program or check_engine(engine.name)
             command, more = ENGINES[engine.name].command(engine, draft_length, port)
@@ -206,10 +207,6 @@ class Server:
     def __post_init__(self) -> None:
         self.kind = ENGINES[self.name]
         self.client = connect(self.url, self.seconds)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
 
     @cached_property
     def model(self) -> str:
