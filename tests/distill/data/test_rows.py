@@ -227,7 +227,7 @@ def test_a_turn_that_is_not_learned_stays_in_the_prompt(tmp_path: Path, key: dic
         ]
     }
     prompt, learned = told(made_of(tmp_path, row))[0]
-    assert prompt == "<s><user>Why 0?<assistant>No.</s><user>Really?<assistant>".removeprefix("<s>")
+    assert prompt == "<user>Why 0?<assistant>No.</s><user>Really?<assistant>"
     assert learned == ["So 0.</s>"]
 
 
