@@ -43,7 +43,8 @@ class StateFiles:
     def take(self, texts: Sequence[Ids]) -> list[Tensor]:
         """The states ``[tokens, layers, width]`` of texts, in the engine's number format."""
         self._ask_ahead(len(texts))
-        futures = [self.waiting.pop(tuple(ids), None) or self._submit(ids) for ids in texts]
+        keys = map(tuple, texts)
+        futures = [self.waiting.pop(key) if key in self.waiting else self._submit(list(key)) for key in keys]
         return [future.result() for future in futures]
 
     def _ask_ahead(self, texts: int) -> None:
