@@ -87,11 +87,16 @@ def test_mistakes_are_user_errors(pair, options, message) -> None:
 
 def test_bench_returns_the_rows_of_the_report_and_writes_nothing(pair, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = bench(pair, ["vanilla:draft_length=2"], ["open"], limit=1, repeats=1, max_new_tokens=6, threads=1)
-    assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla draft_length=2"]
+    options = {"limit": 2, "repeats": 1, "max_new_tokens": 6, "threads": 1, "batch_sizes": [2], "draft_lengths": [2]}
+    rows = bench(pair, ["vanilla:draft_length=2", "cost-optimal"], ["open"], **options)
+    assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla draft_length=2", "cost-optimal"]
     assert all(row["identical_to_target"] for row in rows)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match="batch_sizes"):
+        bench(pair, **options | {"batch_sizes": [0]})
+    with pytest.raises(UserError, match="draft_length is 900, and the target's context holds 256"):
+        bench(pair, ["vanilla:draft_length=900"], **options | {"draft_lengths": []})
 
 
 def test_profile_predicts_every_draft_length_and_needs_a_draft(pair) -> None:

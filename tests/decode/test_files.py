@@ -34,17 +34,6 @@ def test_a_folder_that_is_to_be_kept_stands_beside_the_one_that_replaces_it(tmp_
     assert {path.name for path in tmp_path.iterdir()} == set(found)
 
 
-def test_a_link_to_nowhere_stays_where_the_new_folder_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
-    def replace(new: Path, path: Path) -> None:
-        raise OSError(errno.EIO, "no")
-
-    (place := tmp_path / "export").symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises(OSError, match="export"), replaced(place) as made:
-        made.mkdir()
-    assert place.is_symlink()
-
-
 def test_folders_and_devices_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -93,15 +82,19 @@ def test_an_error_names_the_file_and_what_a_library_began_beside_it_goes(tmp_pat
         raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/file")
 
 
-def test_the_old_folder_stands_again_where_the_new_one_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
+def test_what_was_there_stands_again_where_the_new_folder_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     (tmp_path / "folder" / "old").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match=rf"error: '{tmp_path}/folder'"), replaced(tmp_path / "folder") as made:
-        made.mkdir()
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/old"]
+    for place in (tmp_path / "folder", tmp_path / "link"):
+        with pytest.raises(OSError, match=f"error: '{place}'"), replaced(place) as made:
+            made.mkdir()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_link_is_replaced_and_takes_a_place_and_what_it_leads_to_stays_as_it_was(tmp_path: Path) -> None:

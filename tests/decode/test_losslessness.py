@@ -1,6 +1,6 @@
 """Invariant 1: the distribution of the production loop's output, enumerated, equals the target's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +9,14 @@ import pytest
 import torch
 from enumeration import Clock, EnumerationNumbers, Experiment, ScriptedRunner, enumerate_runs, next_logits, random_table
 from families import build_tiny, in_double
-from reading import watched
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
 from decode import loop
 from decode.core import verify
-from decode.core.draft import Draft, Drafts
+from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.sampling import LogitsWarper, Prefixes, Rng, TorchRng
+from decode.core.sampling import LogitsWarper, Rng, TorchRng
 from decode.core.stop import (
     CostOptimal,
     Fixed,
@@ -28,7 +27,6 @@ from decode.core.stop import (
     token_probability,
 )
 from decode.core.verify import BlockVerification, Exact
-from decode.drafters.base import DraftRequest
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter, ParallelDrafter
@@ -114,28 +112,16 @@ def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, co
 
 @pytest.mark.parametrize(("name", "mask"), zip(STOPS, cycle([1, 3])))
 def test_a_draft_in_one_forward_is_lossless_with_every_stop_rule(name: str, mask: int, clock) -> None:
-    """The mask is a token of the target, or one that the draft alone has; q ignores the tokens that were drawn."""
+    """The mask is a token of the target, or one that the draft alone has."""
     experiment, draft = scripted_pair(2, tokens=3, draft_vocab=4, clock=clock, **APART)
     experiment.prompt = [0, 1, 1, 0]
     stop = stop_rule(name, experiment, draft, threshold=0.3)
-
-    def look(requests: Sequence[DraftRequest], drafts: Drafts) -> None:
-        """What a draft was drawn from, and what the cache holds behind it."""
-        for i, request in enumerate(requests):
-            if drafts.lengths[i]:
-                assert request.state.cache.held == request.ids
-            for at in range(drafts.lengths[i] if drafts.probs is not None else 0):
-                row = draft.logits((*request.ids, *[mask] * at))[:2]
-                assert torch.equal(drafts.probs[i, at], SAMPLE(row[None], Prefixes.of([request.ids]))[0])
-
-    system = Method(name, watched(ParallelDrafter(draft, SAMPLE, 2, mask), look), stop)
+    system = Method(name, ParallelDrafter(draft, SAMPLE, 2, mask), stop)
     for rule in (Exact(), BlockVerification()):
         system.rule = rule
         assert experiment.bias(system) < TOLERANCE
         warm_up(experiment, system)
         assert experiment.bias(system) < TOLERANCE
-    system.rule = _CorrectsFromP()
-    assert experiment.bias(system) > 0.01
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,12 +244,6 @@ def test_a_hybrid_of_copies_and_a_draft_model_is_lossless(match: int, clock) -> 
         assert experiment.drafted != {0}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_trees_of_any_shape_are_lossless(seed: int) -> None:
-    experiment, _ = scripted_pair(3, tokens=4)
-    assert experiment.bias(Method("tree", RandomTree(3, nodes=12, seed=seed), StopRule())) < TOLERANCE
-
-
 class _DropsTheToken(ModelDrafter):
     """Biased: the token that made the rule stop is taken back."""
 
@@ -376,20 +356,9 @@ class _UnscaledResidual(BlockVerification):
         return super()._after(p, q, m, lengths)
 
 
-class _LastTestIsTheRatio(BlockVerification):
-    """Biased: all n pass with min(1, p/q) of the last token, not with P."""
-
-    def keep(self, p, q, x, accept, lengths, numbers):  # type: ignore[no-untyped-def]
-        def accepted(fail: Tensor, lengths: Sequence[int], step: int) -> Tensor:
-            return numbers.accepted(torch.cat([1 - accept[:, -1:], fail[:, 1:]], 1), lengths, 1)
-
-        return super().keep(p, q, x, accept, lengths, SimpleNamespace(accepted=accepted))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rule", [_UnscaledResidual(), _LastTestIsTheRatio()])
-def test_biased_verification_by_blocks_is_caught(rule: BlockVerification) -> None:
+def test_biased_verification_by_blocks_is_caught() -> None:
     experiment, draft = scripted_pair(tokens=3, **APART)
     system = blocks(draft)
     assert experiment.bias(system) < TOLERANCE
-    system.rule = rule
+    system.rule = _UnscaledResidual()
     assert experiment.bias(system) > 0.01

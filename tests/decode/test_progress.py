@@ -35,11 +35,13 @@ def test_a_file_gets_lines_with_how_far_and_how_long(monkeypatch: pytest.MonkeyP
 def test_lines_are_rare_and_a_quiet_console_gets_none() -> None:
     file, quiet = io.StringIO(), io.StringIO()
     consoles = Console(file=file), Console(file=quiet, quiet=True)
-    with working(consoles[0], "part", 1000) as work, working(consoles[1], "quiet", 8) as unshown:
-        for _ in range(1000):
+    with working(consoles[0], "part") as work, working(consoles[1], "quiet", 8) as unshown:
+        for number in range(1000):
+            work.update(name=f"part {number}", total=1000)
             work.advance()
             unshown.advance()
-    assert [line.split(" (")[0] for line in file.getvalue().splitlines()] == ["  part 0/1000", "  part 1000/1000"]
+    lines = [line.split(" (")[0] for line in file.getvalue().splitlines()]
+    assert lines == ["  part", "  part 0 0/1000", "  part 999 1000/1000"]
     assert (quiet.getvalue(), unshown.done) == ("", 1000)
 
 
@@ -65,13 +67,3 @@ def test_a_terminal_gets_a_bar() -> None:
 def test_durations_are_short_words() -> None:
     words = {0.4: "0 s", 99: "99 s", 130: "2 min", 3540: "59 min", 3900: "1 h 05 min", 7260: "2 h 01 min"}
     assert {s: duration(s) for s in words} == words
-
-
-def test_without_a_terminal_pieces_with_new_names_add_no_lines() -> None:
-    out = io.StringIO()
-    with working(Console(file=out), "evaluation") as work:
-        for number in range(9):
-            work.update(name=f"prompt {number}", total=9)
-            work.advance()
-    lines = [line.split("(")[0].strip() for line in out.getvalue().splitlines()]
-    assert lines == ["evaluation", "prompt 0 0/9", "prompt 8 9/9"]

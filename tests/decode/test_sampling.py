@@ -31,10 +31,6 @@ from decode.models.heads.runner import HeadRunner
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 SETTINGS: list[dict[str, float | int]] = [
-    {"temperature": 0.6},
-    {"top_k": 5},
-    {"top_p": 0.7},
-    {"min_p": 0.1},
     {"repetition_penalty": 1.8},
     {"temperature": 1.7, "top_k": 12, "top_p": 0.85},
     {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},

@@ -9,7 +9,7 @@ from pairs import make_pair, make_suite, make_tokenizer, save_pair
 from plain_logits import offline_alpha
 
 from decode.commands import profile as profile_command
-from decode.commands.bench import bench, chosen_methods, draft_names, open_session, run
+from decode.commands.bench import chosen_methods, draft_names, open_session, run
 from decode.commands.profile import profile_pair
 from decode.commands.settings import BenchSettings, ProfileSettings
 from decode.core.lengths import RoundCosts
@@ -53,17 +53,8 @@ def test_methods_that_retrieve_get_a_store_of_the_corpus(method, tiny, tmp_path)
     assert Datastore(folder, tokenizer_fingerprint(pair.tokenizer)).longest(ids)[0] == len(ids)
 
 
-def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny, tmp_path):
-    methods, (target, draft) = ["eagle-tree", "vanilla"], make_pair(tiny)
-    settings = BenchSettings(target="t", methods=methods, threads=1, pack="off")
-    with pytest.raises(
-        UserError, match=r"eagle-tree drafts with a feature head \(EAGLE\), and Llama.* is a language mod"
-    ):
-        open_session(settings, methods, Pair(target, make_tokenizer()), {"d": draft}, tmp_path)
-
-
 def test_without_names_the_methods_are_those_that_target_and_draft_allow(tiny, tmp_path) -> None:
-    """A block head is no feature head, and a recurrent target reads no trees."""
+    """A block head is no feature head, and a recurrent target reads no trees; what was named is refused."""
     llama, settings = tiny("llama"), BenchSettings(target="t", threads=1, pack="off")
     for target, drafts, methods, planned in (
         (llama, {"d": make_block_head(llama, "dflash")}, ["block", "eagle", "lookahead"], ["block", "lookahead"]),
@@ -71,18 +62,9 @@ def test_without_names_the_methods_are_those_that_target_and_draft_allow(tiny, t
     ):
         entries = open_session(settings, methods, Pair(target, make_tokenizer()), drafts, tmp_path)[1]
         assert [entry.method for entry in entries] == planned
-
-
-def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
-    options = {"batch_sizes": [2], "draft_lengths": [2], "limit": 2, "max_new_tokens": 4, "repeats": 1, "threads": 1}
-    target, draft = make_pair(tiny)
-    pair = Pair(target, make_tokenizer(), draft)
-    rows = bench(pair, ["vanilla", "cost-optimal"], **options)
-    assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla", "cost-optimal"]
-    with pytest.raises(UserError, match="batch_sizes"):
-        bench(pair, **options | {"batch_sizes": [0]})
-    with pytest.raises(UserError, match="draft_length is 900, and the target's context holds 256"):
-        bench(pair, ["vanilla:draft_length=900"], **options | {"draft_lengths": []})
+    settings.methods, pair = ["eagle-tree", "vanilla"], Pair(llama, make_tokenizer())
+    with pytest.raises(UserError, match=r"eagle-tree drafts with a feature head \(EAGLE\), and Llama.* is a language"):
+        open_session(settings, settings.methods, pair, {"d": llama}, tmp_path)
 
 
 @pytest.mark.parametrize(("options", "message"), [

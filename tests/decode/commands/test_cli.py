@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from decode.commands.cli import STOPPED, merge, parse, run_main
 from decode.errors import UserError
@@ -109,15 +112,7 @@ def test_switches_need_no_value_and_texts_may_hold_commas_and_hyphens(tmp_path: 
     assert not read(tmp_path, "loud: true", "--loud", "false").loud
     assert read(tmp_path, "", "--stop", "a, b", "\n\n", "--stop", "c").stop == ["a, b", "\n\n", "c"]
     assert read(tmp_path, "", "--stop", "[INST]", "---", "--name", "~").stop == ["[INST]", "---"]
-
-
-@pytest.mark.parametrize("written", ["1.10", "007", "2020-01-01", "yes", "1e3", "# a", "~", "[INST]", "{a: 1}"])
-def test_a_text_that_looks_like_another_value_stays_a_text(tmp_path: Path, written: str) -> None:
-    got = read(tmp_path, f"name: '{written}'\nlink: '{written}'\nstop: ['{written}']\nany: {{a: [1e6, null]}}\n")
-    assert (got.name, got.link, got.stop, got.any) == (written, written, [written], {"a": [1e6, None]})
-    got = read(tmp_path, "", "--name", written, "--link", written, "--stop", written)
-    assert (got.name, got.link, got.stop) == (written, written, [written])
-    assert read(tmp_path, "", "--link", "null").link is None
+    assert read(tmp_path, "", "--link", "null", "--name", "007") == Outer(name="007", link=None)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +123,8 @@ def test_a_text_that_looks_like_another_value_stays_a_text(tmp_path: Path, writt
         ("named: {b: {knd: a}}", (), r"c\.yaml: unknown key 'named.b.knd'; the nearest .* 'named.NAME.kind'"),
         ("named: [{rate: 1}]", (), r"c\.yaml: 'named' is \[{'rate': 1}\], expected sections by name"),
         ("named: {abc: {}}", ("--named.abd.rate", "1"), r"unknown name in --named.abd.rate 'abd'; did you mean 'abc'"),
-        ("named: {c: {}}", ("--named.c.rat", "1"), r"unknown option '--named.c.rat'; .* is 'named.NAME.rate'"),
         ("bench: {anything: 1}", (), r"c\.yaml: unknown key 'bench'; known keys are name, inner"),
         ("inner: {kind: sdg}", (), r"c\.yaml: .*inner\.kind.* Expected a .*Literal\['adam', 'sgd'\]. Got value: sdg"),
-        ("named: {a: {kind: adm}}", (), r"c\.yaml: .*named.*Literal\['adam', 'sgd'\]. Got value: adm"),
         ("name: 007", (), r"c\.yaml: .*name.*Expected a <class 'str'>. Got value: 7"),
         ("", ("--second.kind", "adm"), r"command line: .*second.*Literal\['adam', 'sgd'\]. Got value: adm"),
         ("inner: 3", (), r"c\.yaml: 'inner' is 3, expected a section"),
@@ -192,24 +185,22 @@ def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], **options)
 
 
-def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(tmp_path: Path) -> None:
-    writers = [
-        "open(path, 'w').write('x' * 9000)",
-        "import torch; torch.save({'w': torch.zeros(9000)}, path)",
-        "import torch; from safetensors.torch import save_file; save_file({'w': torch.zeros(9000)}, path)",
-    ]
-    code = f"""
-import resource
-from decode.commands.cli import run_main
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-for number, write in enumerate({writers!r}):
-    print(run_main(lambda: exec(write, {{"path": {str(tmp_path)!r} + f"/{{number}}"}})))
-"""
-    done = started(code)
-    assert done.stdout.split() == ["2"] * len(writers), done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(writers)
-    assert all(line.startswith("error: ") and "ulimit -f" in line for line in lines)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_text("x" * 9000),
+        lambda path: torch.save({"w": torch.zeros(9000)}, path),
+        lambda path: save_file({"w": torch.zeros(9000)}, path),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line_whichever_library_writes(write, tmp_path: Path, capsys) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        assert run_main(lambda: write(tmp_path / "file")) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert re.fullmatch("error: .*ulimit -f.*\n", capsys.readouterr().err)
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does_and_what_standard_output_cannot_show_is_replaced(tmp_path: Path) -> None:

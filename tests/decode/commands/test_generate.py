@@ -56,14 +56,13 @@ def test_streamed_pieces_join_to_the_text_of_all_ids(seed) -> None:
         assert not any("\ufffd" in piece for piece in pieces)  # no piece shows half a character
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "vanilla"])
-def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method) -> None:
+def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder) -> None:
     tokenizer, target = make_tokenizer(), load_model(folder / "target", device="cpu", dtype="float32")
     full = written(settings_for(folder, ignore_eos=True, max_new_tokens=40))
     clean = [i for i, token in enumerate(full.ids) if tokenizer.decode([token]).isascii() and 5 < i < 30]
     strings = [tokenizer.decode([full.ids[clean[0]]]), "never"]
     wanted = generate(target, full.prompt, 40, stop_strings=strings, tokenizer=tokenizer, eos_token_id=279)
-    ours = written(settings_for(folder, method=method, stop=strings, ignore_eos=True, max_new_tokens=40))
+    ours = written(settings_for(folder, stop=strings, ignore_eos=True, max_new_tokens=40))
     assert ours.ids == wanted[len(full.prompt) :]
     assert strings[0] in ours.text
     assert len(ours.ids) < 40
@@ -79,8 +78,6 @@ def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys) -> None:
     assert "".join(t["text"] for t in found["tokens"] if t["who"] != "rejected") == found["text"]
     assert found["metrics"]["tokens"] == len(found["ids"]) == 24
     assert {"accepted", "rejected", "corrected"} <= {t["who"] for t in found["tokens"]}
-    run(settings_for(folder, json=True, temperature=1.0, seed=7))
-    assert json.loads(capsys.readouterr().out)["ids"] == found["ids"]
 
 
 def test_what_ended_the_text_is_said(folder, capsys) -> None:

@@ -18,13 +18,8 @@ from decode.commands.stores import read_corpus, read_texts
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, packed, search
 from decode.drafters.base import Prompt
 from decode.drafters.corpus import join_documents, tokenizer_fingerprint
-from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, heaviest_tree, suffix_array
+from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, heaviest_tree
 from decode.errors import UserError
-
-
-def occurrences(documents, pattern):
-    n = len(pattern)
-    return sum(doc[i : i + n] == pattern for doc in documents for i in range(len(doc) - n + 1))
 
 
 def following(documents, pattern, length):
@@ -54,19 +49,6 @@ def propose(drafter, ids, max_depth=100):
     return Drafting(drafter, ids).propose(ids, max_depth=max_depth)
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_suffix_array_is_in_the_order_of_a_plain_sort(dtype) -> None:
-    source = np.random.default_rng(0)
-    for vocabulary in (1, 2, 5, 60_000):
-        for n in (1, 2, 3, 7, 64, 333):
-            text = np.append(source.integers(1, vocabulary + 1, n - 1), 0).astype(dtype)
-            text[n // 2 : min(n // 2 + 1, n - 2)] = 0  # a border inside, never two in a row
-            order = suffix_array(text, depth=16)
-            assert sorted(order.tolist()) == list(range(n))
-            tails = [text[i : i + 16].tolist() for i in order]
-            assert tails == sorted(tails)
-
-
 def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path) -> None:
     source = random.Random(2)
     for trial in range(6):
@@ -74,7 +56,7 @@ def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path) -> None:
         store = opened(tmp_path / str(trial), documents)
         for _ in range(30):
             ids = [source.randrange(3) for _ in range(source.randrange(12))]
-            spans = [n for n in range(2, min(6, len(ids)) + 1) if occurrences(documents, ids[-n:])]
+            spans = [n for n in range(2, min(6, len(ids)) + 1) if following(documents, ids[-n:], 0)]
             span, (low, high) = store.longest(ids, max_span=6)
             assert span == max(spans, default=0)
             want = following(documents, ids[-span:], 5) if span else []
@@ -280,13 +262,7 @@ def plain_search(model, root, iterations, depth, source):
                 path = children[path][0]
         full = path
         while len(full) < depth and distribution(full)[0]:
-            tokens, weights = distribution(full)
-            left = source.random() * sum(weights)
-            at = 0
-            while at < len(tokens) - 1 and left >= weights[at]:
-                left -= weights[at]
-                at += 1
-            full = (*full, tokens[at])
+            full = (*full, *source.choices(*distribution(full)))
         total = 1.0 + sum(dict(zip(*distribution(full[:i])))[full[i]] for i in range(len(full)))
         for i in range(len(path) + 1):
             visits[path[:i]] += 1

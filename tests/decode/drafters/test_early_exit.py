@@ -86,17 +86,14 @@ def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
 
 
-@pytest.mark.parametrize("layer", [0, DEPTH])
-def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, layer: int) -> None:
-    runner = open_deep(tiny, "llama")
-    with pytest.raises(UserError, match=rf"exit_layer is {layer}; .* 1 to {DEPTH - 1}"):
-        EarlyExitDrafter(runner, LogitsWarper(), layer)
-
-
-def test_families_whose_layers_cannot_be_walked_are_named(tiny) -> None:
+def test_exits_outside_the_model_and_families_whose_layers_cannot_be_walked_are_refused(tiny) -> None:
+    runner = open_runner(tiny("llama", num_hidden_layers=DEPTH))
+    assert self_speculating(runner).depth == DEPTH
+    for layer in (0, DEPTH):
+        with pytest.raises(UserError, match=rf"exit_layer is {layer}; .* 1 to {DEPTH - 1}"):
+            EarlyExitDrafter(runner, LogitsWarper(), layer)
     with pytest.raises(UserError, match=rf"\(gpt2\) cannot draft with its own layers.*{FAMILIES[0]}"):
         build("layerskip", MethodInputs(open_runner(tiny("gpt2")), LogitsWarper()))
-    assert self_speculating(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
 
 
 def probe_for(model, layer: int, kind: str = "probe", label: str = "match") -> AcceptanceProbe:

@@ -158,7 +158,6 @@ WRONG = [
     ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types {'chunked_attention'}, with"),
     ({"dflash_config": {"use_swa": True, "swa_window_size": 4}}, "window of 4 tokens is shorter than a"),
     ({"architectures": ["DFlash2BeamDraftModel"]}, "format of DFlash 2 with beams"),
-    ({"architectures": ["Qwen3XPressModel"]}, "format of XPress"),
     ({"architectures": ["JetSpecDraftModel"]}, "format of JetSpec"),
     ({"architectures": ["LlamaForCausalLMEagle4"]}, "format of EAGLE-4"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),

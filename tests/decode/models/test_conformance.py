@@ -25,7 +25,7 @@ from greedy import GREEDY, PROMPTS, assert_decodes, generate, together
 from heads import make_head
 from peft import LoraConfig, get_peft_model
 from reading import Reader
-from scripted import WAYS, Oracle, RandomTree
+from scripted import Oracle, RandomTree
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -42,7 +42,7 @@ from decode.models.api import Model, Read
 from decode.models.check import TOLERANCE, compare, open_draft_runner, open_runner, shorten_windows, twin_of
 from decode.models.fast import layout
 from decode.models.fast.forward import FastRunner, fast_runner
-from decode.models.huggingface import AGAIN, HuggingFaceRunner, RollbackCache
+from decode.models.huggingface import AGAIN, HuggingFaceRunner
 from decode.options import MethodOptions
 from decode.writing import draws_of_loop, write_texts
 from distill.kinds import start
@@ -89,7 +89,7 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
     new = min(NEW, (runners[0].boundary or runners[0].limit) + 1 - max(map(len, PROMPTS)))
     # longrope's texts end at its boundary, behind which nothing may be read
     ways = (["empty", "tree"], ["wrong", "alternating", *["overlong"] * (new == NEW)])
-    fewer = (["tree"], ["alternating"])
+    fewer = ([], ["tree", "alternating"])
     for runner, asked in zip(runners, (ways, fewer, fewer)):
         for prompt, written, some in zip(PROMPTS, texts_of(name), asked):
             text = written[: len(prompt) + new]
@@ -148,8 +148,11 @@ def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str) -> None:
-    model = model_of(name)
+    model = copy.deepcopy(model_of(name))
     with pytest.raises(UserError, match=rf"{type(model).__name__} .*model\.generate.*Llama"):
+        open_runner(model)
+    model.config.is_encoder_decoder = True
+    with pytest.raises(UserError, match="encoder–decoder"):
         open_runner(model)
 
 
@@ -173,13 +176,6 @@ def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None
         hook.remove()
         text.truncate(9)
         torch.testing.assert_close(runner.forward([Read(text, ids[9:])]).logits, wanted[9:], atol=1e-3, rtol=1e-3)
-
-
-def test_encoder_decoders_are_refused() -> None:
-    model = copy.deepcopy(model_of("BART decoder"))
-    model.config.is_encoder_decoder = True
-    with pytest.raises(UserError, match="encoder–decoder"):
-        open_runner(model)
 
 
 @pytest.mark.parametrize("name", ["BLOOM", "Mamba-2"])
@@ -308,19 +304,7 @@ def test_the_documented_tables_are_what_opening_the_models_says(monkeypatch: pyt
         assert (opened_of(name).cells.get("trees") == ("yes", "")) == (name in TREES), name
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-def test_a_text_ends_with_its_budget_and_with_a_stop_token_wherever_they_stand_in_a_draft(name: str, way: str) -> None:
-    runner = runner_of(name)
-    for prompt, text in zip(PROMPTS, texts_of(name)):
-        for end in range(len(prompt), len(prompt) + 8):
-            method = Method("", Oracle(text, way, VOCAB), StopRule())
-            assert_decodes(runner, method, text[: end + 1], prompt, end + 1 - len(prompt))
-            first = text.index(text[end], len(prompt))
-            assert_decodes(runner, method, text[: first + 1], prompt, stop_ids={text[end]})
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-2", "Gemma 2"])
 def test_prompts_of_one_token_and_of_the_whole_context_are_served(name: str) -> None:
     model = model_of(name)
     runner, draft = runner_of(name), ModelDrafter(open_runner(resembling(model, 0.15)), GREEDY, VOCAB)
@@ -330,18 +314,6 @@ def test_prompts_of_one_token_and_of_the_whole_context_are_served(name: str) -> 
         wanted = generate(model, prompt, new)
         for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
             assert_decodes(runner, Method("", drafter, StopRule()), wanted, prompt, budget)
-
-
-@pytest.mark.parametrize(("name", "penalty"), [("Llama", 1.5), ("GPT-NeoX", 0.7), ("OPT", 1.5)])
-def test_repetition_penalties_act_as_in_generate(name: str, penalty: float) -> None:
-    model, warp, prompt = model_of(name), LogitsWarper(repetition_penalty=penalty), PROMPTS[1]
-    runner, draft = runner_of(name), open_runner(resembling(model, 0.05))
-    wanted = generate(model, prompt, NEW, repetition_penalty=penalty)
-    assert wanted != texts_of(name)[1]
-    for drafter in (ModelDrafter(draft, warp, VOCAB), Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
-        text = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
-        assert text.ids == wanted
-        assert sum(r.accepted for r in text.rounds) > 1
 
 
 IDS = (torch.arange(40) * 7919 + 1) % VOCAB
@@ -380,7 +352,7 @@ def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: st
 
 @pytest.mark.parametrize("name", ["LFM2", "Mamba-2"])
 def test_sampled_drafts_are_exact_on_a_hybrid_and_on_a_recurrent_target(name: str, monkeypatch) -> None:
-    """By enumeration of the production loop, whose draft keeps a state too; a state that is not put back is found."""
+    """By enumeration of the production loop, whose draft keeps a state too."""
     monkeypatch.setattr(Tensor, "float", lambda self: self.double())  # these models compute parts of it in float32
     target = in_double(build_architecture(name, vocab_size=2)).double()
     warp, options = LogitsWarper(0.9), MethodOptions(draft_length=2)
@@ -390,13 +362,6 @@ def test_sampled_drafts_are_exact_on_a_hybrid_and_on_a_recurrent_target(name: st
     with torch.inference_mode():
         assert experiment.bias(build("vanilla", inputs)) < 1e-12
         assert max(experiment.drafted) > 0
-
-        def only_cut(cache: RollbackCache, length: int) -> None:
-            cache.read = length
-            cache._crop(length)
-
-        monkeypatch.setattr(RollbackCache, "rewind", only_cut)
-        assert experiment.bias(build("vanilla", inputs)) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["Mamba-2", "LFM2", "Qwen3-Next", "DeepSeek-V4"])

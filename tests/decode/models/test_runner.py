@@ -1,8 +1,6 @@
 """Both runners give the model's own logits: long texts, growth, several threads, weights in every layout."""
 
 import copy
-import math
-import random
 import threading
 from pathlib import Path
 
@@ -15,10 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.core.draft import Draft
-from decode.errors import UserError
 from decode.models import check, huggingface
 from decode.models.api import PIECE, read_prompt
-from decode.models.check import TOLERANCE, compare, open_draft_runner, open_runner
+from decode.models.check import TOLERANCE, open_draft_runner, open_runner
 from decode.models.fast import cache, forward, layout, weights
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.weights import HalfLinear, Linear, Linears, PackedLinear, halvable
@@ -38,18 +35,11 @@ def close(seen: Tensor, wanted: Tensor, atol: float = 0.0002) -> bool:
     return seen.shape == wanted.shape and torch.allclose(seen, wanted, atol=atol, rtol=1e-4)
 
 
-def random_tree(seed: int, nodes: int = 12) -> Draft:
-    dice = random.Random(seed)
-    return Draft([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_runner_is_used_only_where_it_gives_the_models_own_logits(dtype: torch.dtype, monkeypatch) -> None:
     model = build_architecture("Llama", dtype=dtype)
     assert type(open_runner(model)) is FastRunner
     assert type(open_runner(model, fast=False)) is HuggingFaceRunner
-    gaps = compare(model, open_runner(model))
-    assert max(gaps.chain, gaps.tree) < TOLERANCE[dtype]
     monkeypatch.setattr(layout, "norm", lambda module: torch.tanh)
     with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
         assert type(open_runner(model)) is HuggingFaceRunner
@@ -129,14 +119,6 @@ def test_an_opened_model_can_still_be_run_saved_and_trained(family: str, tiny, t
     assert close(Reader(open_runner(model)).read(TEXT), after)
 
 
-def test_weights_that_are_not_numbers_are_refused(tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
-    with pytest.raises(UserError, match="not finite"):
-        open_runner(model)
-
-
 def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
     """A model of another thread reads a chain while the first one's forward is inside its tree."""
     inside, go_on, seen = threading.Event(), threading.Event(), []
@@ -144,7 +126,7 @@ def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
     registry = dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping)
     reader, waiting = Reader(open_runner(model)), Reader(open_runner(other))
     reader.read(TEXT[:-1], head=0)
-    tree = random_tree(0)
+    tree = Draft([4, 9, 4, 11, 2, 9], [-1, 0, 0, -1, 3, 1])
 
     def pause(*_: object) -> None:
         inside.set()
