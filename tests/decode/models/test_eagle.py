@@ -126,7 +126,7 @@ TREES = [
 def test_feature_heads_draft_for_texts_together_what_changes_none(family, fast, version, tiny, count_forwards) -> None:
     target = tiny(family)
     runner, head = open_runner(target, fast=fast), as_runner(target, version)
-    prompts = [*PROMPTS, [5], [2, 40, 7], [8] * (CONTEXT - 6)]
+    prompts = [*PROMPTS, [5], [2, 40, 7], [8] * (CONTEXT - 6), [8] * CONTEXT]
     end = generate(target, prompts[0], 16)[9]
     wanted = [generate(target, p, min(16, CONTEXT + 1 - len(p)), eos_token_id=end) for p in prompts]
     assert len({len(text) - len(prompt) for text, prompt in zip(wanted, prompts)}) > 2  # they end at different times
