@@ -66,7 +66,7 @@ def test_greedy_text_is_that_of_generate_for_every_exit(tiny, family: str) -> No
             assert out.ids == wanted, (family, exit_layer)
 
 
-@pytest.mark.parametrize(("exit_layer", "stop"), [*((1, stop) for stop in STOPS), (3, "product")])
+@pytest.mark.parametrize(("exit_layer", "stop"), [(1, "token"), (1, "refuse"), (3, "product")])
 @torch.inference_mode()
 def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(tiny, exit_layer: int, stop: str) -> None:
     warp = LogitsWarper(temperature=1.3)
