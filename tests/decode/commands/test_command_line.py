@@ -146,9 +146,15 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
         (["bench", "--config", "{}", "bench: {limt: 3}"], "section bench: unknown key 'limt'; the nearest known key"),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
         (["bench"], "--target is missing"),
+        (["paper"], "choose one: draftsmith decode paper adaptix|adasd"),
+        (["paper", "ears", "--run", "nowhere"], "nowhere has no bench-DATE.json"),
+        (["paper", "adaspeed"], "no probes in 'runs/quickstart/probes'; make them with `make probe`"),
+        (["paper", "ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),
     ],
 )
-def test_mistakes_end_with_one_line_and_status_2(argv, message, capsys, tmp_path):
+def test_mistakes_end_with_one_line_and_status_2(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("decode.commands.bench.load_tokenizer", None)  # nothing is loaded
+    monkeypatch.setattr("decode.drafters.probe.read_model_json", lambda path: {})
     if "{}" in argv:  # followed by the content of the configuration
         (tmp_path / "recipe.yaml").write_text(argv[-1])
         argv = [*argv[:-2], str(tmp_path / "recipe.yaml")]
@@ -262,19 +268,3 @@ def test_adaspec_reads_the_drafts_of_a_training_by_its_own_measure_beside_a_benc
     assert "65.000" in shown
     assert "62.63" in shown
     assert "999" not in shown  # no speed of a toy beside those of the paper
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "choose one: draftsmith decode paper adaptix|adasd"),
-        (["ears", "--run", "nowhere"], "nowhere has no bench-DATE.json"),
-        (["adaspeed"], "no probes in 'runs/quickstart/probes'; make them with `make probe`"),
-        (["ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),
-    ],
-)
-def test_mistakes_are_reported_before_anything_is_loaded(argv: list[str], message: str, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("decode.commands.bench.load_tokenizer", None)  # no call is reached
-    monkeypatch.setattr("decode.drafters.probe.read_model_json", lambda path: {})
-    assert main(["paper", *argv]) == 2
-    assert message in capsys.readouterr().err
