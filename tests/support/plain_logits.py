@@ -39,13 +39,6 @@ def offline_alpha(
     return offline_alphas(target, {"": draft}, texts, warp)[""][0]
 
 
-def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
-    """`response_logits` of a draft; a feature head reads the target's true features."""
-    if isinstance(draft, FeatureHead):
-        return head_logits(draft, target, ids, prompt_length)
-    return response_logits(draft, ids, prompt_length)
-
-
 @torch.inference_mode()
 def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], start: int, depth: int = 1) -> Tensor:
     """What a head would draft at each response position of one text, by teacher forcing."""
