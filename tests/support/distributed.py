@@ -141,6 +141,9 @@ def main(folder: Path, ways: list[str]) -> None:
         if way == "refusals":
             refusals(folder, int(rank), world)
             continue
+        if way == "command":
+            command(["--config", str(folder / "command.yaml")])
+            continue
         run = Run(settings_of(way, folder / "several", world), Console(quiet=rank != "0"))
         ranks.start(run.settings.trainer)
         with alone_in(run):

@@ -15,13 +15,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from pairs import make_tokenizer
+from some_rows import made_of
 
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
 from distill.config.data import DataSettings
 from distill.data.chat import Turn, label, prompt_part
 from distill.data.corpus import load_corpus, train_tokenizer
-from distill.data.sources import SourceRows, _shape, load_rows
+from distill.data.sources import SourceRows, load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
@@ -115,48 +116,6 @@ def test_files_are_named_one_by_one_or_by_a_pattern_and_a_folder_is_refused(tmp_
         loaded(DataSettings(source=str(tmp_path / "rows")))
 
 
-ASK, SAY = [{"role": "user", "content": "Why?"}], [{"role": "assistant", "content": "So."}]
-SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"id": "1", "conversations": SHARE},
-        {"messages": json.dumps(ASK + SAY), "source": "x"},
-        {"prompt": "Why?", "chosen": ASK + SAY, "rejected": ASK + SAY},
-        {"dialog": ASK + SAY, "id": 3},
-        {"prompt": "Why?", "completion": "So."},
-        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
-        {"instruction": "Why?", "input": "", "output": "So."},
-        {"question": "Why?", "answer": "So.", "history": ASK + SAY},
-    ],
-)
-def test_the_usual_columns_are_known(row: dict[str, Any]) -> None:
-    kind, shape, _ = _shape(DataSettings(), [row])
-    made = shape(row)
-    if kind == "chat":
-        assert [message["content"] for message in json.loads(made["messages"])] == ["Why?", "So."]
-    else:
-        assert "Why?" in made["prompt"]
-        assert made["response"] == "So."
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"title": "a", "body": "b"}, r"columns 'title', 'body'.*--data.prompt_template '{COLUMN}'"),
-        (
-            {"question": ["a", "b"], "answer": "c"},
-            r"20 rows that do not fit the template dropped \(row 1: a list where a text is expected",
-        ),
-    ],
-)
-def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path, row, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        corpus_of(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
-
-
 @pytest.mark.parametrize("given", [{}, {"date_string": "1 May 2025"}])
 def test_a_template_that_writes_the_date_of_the_day_is_named_with_it(tmp_path, given: dict[str, Any]) -> None:
     tokenizer = make_tokenizer(chat=True)
@@ -192,24 +151,13 @@ def test_chats_that_begin_alike_are_spread_over_the_splits_and_equal_ones_share_
     assert not found.notes
 
 
-def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path) -> None:
-    train, test = write(tmp_path / "train.jsonl", PAIRS), write(tmp_path / "test.jsonl", PAIRS[150:])
-    made = loaded(DataSettings(source="gsm8k", files={"train": train, "test": test}))
-    left = [*made.splits["train"]["prompt"], *made.splits["validation"]["prompt"]]
-    assert len(left) == 150
-    assert not {*left} & {*made.splits["test"]["prompt"]}
-    assert sum(int(note.split()[1]) for note in made.notes if "later split" in note) == 50
-
-
-def test_overlong_examples_are_cut_where_that_is_asked_for(tmp_path) -> None:
-    rows = [row | {"answer": row["answer"] + " and so on" * (40 if n % 2 else 0)} for n, row in enumerate(PAIRS)]
-    settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=40)
-    dropped, cut = (corpus_of(replace(settings, overlong=how)) for how in ("drop", "cut"))
-    assert len(cut.train) > 1.8 * len(dropped.train)
-    assert any("40 tokens) cut at the end" in note for note in cut.notes)
-    longest = max(cut.train, key=lambda row: len(row["input_ids"]))
-    assert len(longest["input_ids"]) <= 40
-    assert longest["input_ids"][-1] != cut.tokenizer.eos_token_id
+def test_overlong_examples_are_cut_where_that_is_asked_for() -> None:
+    row, tokenizer = {"question": "Why?", "answer": "So" + " and so on" * 40}, make_tokenizer()
+    for how, done, lengths in (("drop", "dropped", []), ("cut", "cut at the end", [40])):
+        examples, notes = made_of(row, tokenizer, chat=False, max_length=40, overlong=how)
+        assert notes == [(f"longer than data.max_length (40 tokens) {done}", "")]
+        assert [len(example.input_ids) for example in examples] == lengths
+        assert tokenizer.eos_token_id not in [example.labels[-1] for example in examples]
 
 
 def test_without_the_hub_the_local_alternative_is_named(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from some_rows import prompts_of
-from tiny_run import STAGES, Killed, bench, given, tiny_settings
+from tiny_run import Killed, bench, random_target, tiny_settings
 from tokenizers_of_kinds import with_start
 
 from decode.errors import UserError
@@ -169,17 +169,15 @@ def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> No
 
 
 @pytest.fixture
-def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
+def run_of_target(tmp_path, monkeypatch) -> Callable[..., Any]:
     """Runs whose target, a random model over characters, writes prompts."""
     for name, value in {"SHORTEST": 2, "LONGEST": 60, "BATCH": 8, "TRIES": 60, "GROUP": 1}.items():
         monkeypatch.setattr(prompts_module, name, value)
-    tokenizer = chat(CHAT_ML).tokenizer
-    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
-    target = given(tmp_path / "model", model, tokenizer)
+    target = random_target(tmp_path / "model", chat(CHAT_ML).tokenizer)
 
     def made(name: str, **changes: Any) -> tuple[Run, io.StringIO]:
         run = tiny_settings(tmp_path, target=target, name=name, data=settings(), **changes)
-        run.data.train_examples, run.data.validation_examples, run.data.max_length = 16, 8, 128
+        run.data.train_examples, run.data.validation_examples, run.data.max_length = 9, 3, 128
         run.teacher.responses = ResponseSettings(source="target", max_new_tokens=12)
         run.teacher.examples, run.training.steps, run.student.training.steps = None, 3, 3
         return bench(run)
@@ -187,16 +185,16 @@ def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
     return made
 
 
-def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and_every_stage_trains_on_their_answers(
+def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and_a_student_trains_on_their_answers(
     run_of_target, monkeypatch
 ) -> None:
     run, said = run_of_target("first")
     corpus = run.corpus
-    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [16, 8, 4]
+    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [9, 3, 4]
     assert not corpus.answered
     assert "prompts of the target:" in said.getvalue()
     prompts = {*prompts_of(corpus, corpus.train, corpus.validation, corpus.test)}
-    assert len(prompts) == 28
+    assert len(prompts) == 16
     assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
     calls = []
 
@@ -221,9 +219,9 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
     )
     assert ours == theirs
     third = run_of_target("third", seed=1)[0].corpus
-    assert len({*prompts_of(third, third.train)} - prompts) > 12
+    assert len({*prompts_of(third, third.train)} - prompts) > 6
     run.settings.validate()
-    assert run_stages(run) == STAGES
+    assert run_stages(run, ("target", "initial")) == ["target", "initial"]
     train, validation, _ = answered_texts(run)
-    assert (len(train), len(validation)) == (16, 8)
-    assert "the target's responses, train: 16 (16 new)" in said.getvalue()
+    assert (len(train), len(validation)) == (9, 3)
+    assert "the target's responses, train: 9 (9 new)" in said.getvalue()

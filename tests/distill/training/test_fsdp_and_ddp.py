@@ -14,7 +14,10 @@ import pytest
 import torch
 from distributed import FAST, PARTS, WAYS, settings_of, train_part
 from safetensors.torch import load_file
-from tiny_run import bench, run_tiny
+from tiny_run import altered, bench, run_tiny
+
+from distill.pipeline import write_settings
+from distill.run import Run
 
 HERE = Path(__file__).parents[2] / "support"
 
@@ -39,6 +42,8 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
         for process in processes:
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(printed)
+    for rank, text in enumerate(printed):
+        (folder / f"printed-{rank}.txt").write_text(text)
     assert not list(folder.rglob(".tmp-*"))
     assert not list((folder / "several").rglob("*.ckpt"))  # checkpoints of finished stages
     return folder
@@ -46,7 +51,12 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
-    return trained(tmp_path_factory.mktemp("distributed"), 2, ["refusals", *FAST, *PARTS])
+    folder = tmp_path_factory.mktemp("distributed")
+    settings = altered(settings_of("ddp", folder, 2), name="command", evaluation=False)
+    del settings.drafts["adaspec"]
+    write_settings(settings, folder / "command.yaml")
+    (Run(settings).work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it
+    return trained(folder, 2, ["refusals", "command", *FAST, *PARTS])
 
 
 def check_against_one(folder: Path, way: str, world: int) -> None:
@@ -84,6 +94,11 @@ def test_what_stops_one_process_is_told_by_all_with_its_number_and_machine(two) 
     assert "has the columns 'a'" in told["corpus"]
     assert re.match("trainer.attention is flash_attention_2", told["all"])  # which each of them finds
     assert not list(two.glob("disk*/*"))
+
+
+def test_the_command_trains_in_two_processes_of_which_the_first_prints(two) -> None:
+    assert [(two / f"printed-{rank}.txt").read_text().count("stage 4 of 4") for rank in range(2)] == [1, 0]
+    assert (two / "command/export/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("way", FAST)
