@@ -48,11 +48,13 @@ def named(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     try:
         found: Entry = pkgutil.resolve_name(name)
     except Exception as error:  # of any kind: the module is run
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(f"{kind} {name!r} cannot be imported ({why}): give module.name of your own code") from error
+        raise UserError(
+            f"{kind} {name!r} cannot be imported ({type(error).__name__}: {error}): give module.name of your own code"
+        ) from error
     finally:
         sys.path[:] = [path for path in sys.path if path is not here]  # the module may have added others behind it
     if not callable(found):
-        kept = type(found).__name__
-        raise UserError(f"{kind} {name!r} is of type {kept}, expected a function or class: give module.name of one")
+        raise UserError(
+            f"{kind} {name!r} is of type {type(found).__name__}, expected a function or class: give module.name of one"
+        )
     return found

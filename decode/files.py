@@ -57,15 +57,16 @@ def replaced(path: Path, keep: Callable[[Path], object] | None = None) -> Iterat
             yield (new := Path(scratch, path.name))
             for file in [] if new.is_symlink() else filter(Path.is_file, [new, *new.rglob("*")]):
                 file.chmod(stat.S_IMODE(plain.stat().st_mode))
+            old = Path(scratch, ".old")
             if new.is_dir() and os.path.lexists(path):  # a link may lead nowhere
                 if keep is not None:
                     keep(path)
                 else:
-                    path.rename(Path(scratch, ".old"))
+                    path.rename(old)
             try:
                 new.replace(path)
             except OSError:
-                if (old := Path(scratch, ".old")).exists():
+                if os.path.lexists(old):
                     old.rename(path)
                 raise
     except Exception as error:

@@ -149,8 +149,8 @@ ROLES = {name: role for role, names in SPEAKERS.items() for name in names.split(
 SYSTEM = "system", "developer"
 REASONING = "reasoning_content", "reasoning", "thinking"
 """The names under which templates read what an assistant thought before it answered; they mean the same."""
-KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "from", "value", "train", *REASONING}
-"""Keys of a message that are used here; a template may read others."""
+KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "train", *REASONING}
+"""Keys of messages of `read_messages` that are used here; a template may read others."""
 MEANINGS = {
     "system": "system system_prompt system_message",
     "history": "history",
@@ -304,17 +304,18 @@ def _function(value: Any, why: str) -> Fields:
     function = parsed(value["function"], why) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRow(why)
-    texts = {key: parsed(text, why) for key, text in function.items() if key == "parameters"}
-    return value | {"function": function | texts}
+    if "parameters" in function:
+        function = function | {"parameters": parsed(function["parameters"], why)}
+    return value | {"function": function}
 
 
 def read_messages(value: Any) -> tuple[Messages, str]:
     """Messages as ``{role, content}``, the content a text, with tool calls whose arguments are objects, and a note.
 
     Accepts OpenAI's messages, their content parts of text, and ShareGPT's fields, whose chats may begin with the
-    assistant. Reasoning stands under its first name, and ``train`` is False in a turn of the
-    assistant that is not learned. A chat is cut before an assistant's turn without content (a server's answer that was
-    cut off within its reasoning).
+    assistant. Reasoning stands under the first of `REASONING`, and ``train`` is False in a turn of the assistant that
+    is not learned. A chat is cut before an assistant's turn without content (a server's answer that was cut off within
+    its reasoning).
 
     Raises:
         UnusableRow: No messages, content that is no text, a turn without a role, a turn of others that is to be

@@ -30,6 +30,8 @@ from decode.incoming import read_yaml, text_lines
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     Seed = int
     Share = float
     Temperature = float
@@ -171,6 +173,11 @@ class ChatSettings:
         except UserError as error:
             wanted = f"expected a Jinja template (with {{{{ or {{%) or a file that can be read ({error})"
             raise UserError(f"chat_template is {text!r}, {wanted}") from error
+
+    def use(self, tokenizer: "PreTrainedTokenizerBase") -> bool:
+        """Give a tokenizer the chat template of these settings; whether prompts are put into its template."""
+        tokenizer.chat_template = self.template() or tokenizer.chat_template
+        return self.chat if isinstance(self.chat, bool) else bool(tokenizer.chat_template)
 
     def args(self, number: int = 0) -> Fields:
         """The template's variables of the prompt of this number."""

@@ -140,6 +140,7 @@ def _in_batches(model: PreTrainedModel, texts: list[Text], warp: LogitsWarper, r
         After each token the number of texts that it ended.
     """
     unpadded = "position_ids" not in arguments_of(model) or model.config.model_type in UNPADDED
+    # LongRoPE rotates a whole batch by the factors of its longest text
     groups = [list(group) for _, group in groupby(texts, lambda text: (text.long, unpadded and text.prompt_length))]
     cache_name, device = cache_argument(model), model.get_input_embeddings().weight.device
     for live in (group[at : at + rows] for group in groups for at in range(0, len(group), rows)):

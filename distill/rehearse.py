@@ -26,7 +26,7 @@ from decode.files import replaced, scratch_folder
 from decode.incoming import LeftOut, usable
 from decode.measure.suites import PRESETS, file_format, iter_rows
 from decode.models.open import load_config, load_tokenizer
-from decode.models.sources import located, offline, weight_files
+from decode.models.sources import is_path, located, offline, weight_files
 from decode.progress import duration, output_console, working
 from distill import ranks
 from distill.checks import check_given, signal_sizes
@@ -172,7 +172,7 @@ def _shrink_data(small: Settings, console: Console) -> None:
 
 def _here(model: str, *, weights: bool = False) -> bool:
     """Whether a model, with its ``weights``, is on this machine; so is a path to nowhere, which the run refuses."""
-    if Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_path(model):
         return True
     try:
         with offline():

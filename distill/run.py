@@ -171,7 +171,7 @@ class Run:
         if note.exists():
             note.replace(path / RECORD)
         path.rename(old := unused(path))
-        self.line(f"{old} is the {path.name} that was there, of other settings or files")
+        self.line(f"{old} is the {path.name} that was there")
         return old
 
     def bring(self, path: Path, fits: Callable[[Path], int]) -> int:

@@ -5,6 +5,7 @@ import os
 import sys
 import typing
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,22 +68,21 @@ def use_chat(
     Raises:
         UserError: the template is missing, or does not take the system message.
     """
-    named = filter(None, [*settings.drafts, *(getattr(settings, key, None) for key in ("probes", "target"))])
-    trained: Fields = next(filter(None, map(trained_prompts, named)), {})
+    kept = {draft: own for draft in settings.drafts if (own := trained_prompts(draft))}
+    others = filter(None, (getattr(settings, key, None) for key in ("probes", "target")))
+    trained: Fields = next(filter(None, chain(kept.values(), map(trained_prompts, others))), {})
     asked = {key: value for key in vars(ChatSettings()) if (value := getattr(settings, key)) not in (None, {}, "auto")}
     asked = {"chat": True} | asked if asked else {}
     chat = ChatSettings(**trained | asked)
-    tokenizer.chat_template = chat.template() or tokenizer.chat_template
-    used = chat.chat if isinstance(chat.chat, bool) else bool(tokenizer.chat_template)
-    if used:
+    if used := chat.use(tokenizer):
         check_template(tokenizer, chat.system)
     if tell:
         shape = f"in the chat template (--chat false: none), system {chat.system!r}, template_args {chat.args()}"
         print(f"prompts are {shape if used else 'plain text'}", file=sys.stderr)
-        kept = {draft: own | asked for draft in settings.drafts if (own := trained_prompts(draft))}
-        first = next(iter(kept), "")
-        if others := [draft for draft in kept if kept[draft] != kept[first]]:
-            print(f"prompts follow the training of {first}, not that of {', '.join(others)}", file=sys.stderr)
+        if unlike := [draft for draft, own in kept.items() if own | asked != trained | asked]:
+            print(
+                f"prompts follow the training of {next(iter(kept))}, not that of {', '.join(unlike)}", file=sys.stderr
+            )
     return chat if used else None
 
 
@@ -135,12 +135,13 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
 
 
 def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **fixed: Any) -> Settings:
-    """Settings of a command for models that are open already: `options` of the user, and those that are `given`.
+    """Settings of a command for models that are open already: `options` of the user, and those that are `fixed`.
 
     Raises:
         UserError: an unknown option, or a value out of range.
     """
-    hints = typing.get_type_hints(settings_class)  # the chat template is the open tokenizer's
+    hints = typing.get_type_hints(settings_class)
+    # the chat template is that of the tokenizer, which is open
     free = {name: hint for name, hint in hints.items() if name not in PLACED | fixed.keys() | {"chat_template"}}
     for name in options:
         choose("option", name, free)

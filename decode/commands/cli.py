@@ -327,20 +327,18 @@ def run_main(function: Callable[[], object]) -> int:
         return 0
     except Exception as error:
         if isinstance(error, ImportError) and Path(error.path or "/").parent == Path.cwd():
-            print(
-                f"error: {error}: rename this file, which hides a module, or use the command draftsmith",
-                file=sys.stderr,
-            )
-            return 2
-        if (why := writing_error(error)) is None:
+            line = f"{error}: rename this file, which hides a module, or use the command draftsmith"
+        elif (why := writing_error(error)) is None:
             raise
-        try:
-            sys.stdout.flush()
-        except OSError:  # standard output itself cannot be written
-            _close_stdout()
-        reason = f"{why.filename2 or why.filename or 'a file'} cannot be written{f': {why.strerror}' * bool(why.errno)}"
-        room = "free some space (`df -h .`, `ulimit -f`) or " * (why.errno in FULL or not why.errno)
-        line, status = f"error: {reason}; {room}{NEXT}", 2
+        else:
+            try:
+                sys.stdout.flush()
+            except OSError:  # standard output itself cannot be written
+                _close_stdout()
+            file = why.filename2 or why.filename or "a file"
+            room = "free some space (`df -h .`, `ulimit -f`) or " * (why.errno in FULL or not why.errno)
+            line = f"{file} cannot be written{f': {why.strerror}' * bool(why.errno)}; {room}{NEXT}"
+        line, status = f"error: {line}", 2
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -138,8 +138,12 @@ def run(settings: ProfileSettings) -> None:
 def show(result: PairProfile) -> None:
     """Print the profile as tables, below the machine and the conditions of the measurement."""
     console, cost, alpha = output_console(highlight=False), result.cost, result.alpha
-    formulas = [FORMULAS["cost_ratio"], FORMULAS["verify_cost"], f"α: {FORMULAS['offline_alpha']}"]
-    formulas.append(f"predicted: {FORMULAS['predicted_speedup']}")
+    formulas = [
+        FORMULAS["cost_ratio"],
+        FORMULAS["verify_cost"],
+        f"α: {FORMULAS['offline_alpha']}",
+        f"predicted: {FORMULAS['predicted_speedup']}",
+    ]
     costs = ", ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     of = result.conditions
     measured = f"α of {of['drafted_tokens']} tokens {alpha.mean:.4f} ± {alpha.se:.4f}"

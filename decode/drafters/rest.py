@@ -156,5 +156,5 @@ class RetrievalDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """The tree of continuations, at most ``max_depth`` deep; empty where no tail of the text is known."""
         length = min(self.length, request.max_depth)
-        spans = {"max_span": self.max_span, "min_span": self.min_span}
-        return heaviest_tree(self.store.continuations(request.ids, length=length, **spans), self.nodes)
+        rows = self.store.continuations(request.ids, length=length, max_span=self.max_span, min_span=self.min_span)
+        return heaviest_tree(rows, self.nodes)

@@ -39,11 +39,11 @@ def generate(
     device, ends = target.get_input_embeddings().weight.device, sorted(stop_ids)
     ids, mask = side_by_side(prompts, device)
     forwards: list[None] = []
-    sampling = {key: getattr(warp, key) or None for key in ("temperature", "top_k", "top_p", "min_p")}
+    given = () if warp.greedy else ("temperature", "top_k", "top_p", "min_p")
     config = GenerationConfig(  # a new one: a model's own may switch its cache off, or cost in other ways
         max_new_tokens=max_new_tokens, do_sample=not warp.greedy, repetition_penalty=warp.repetition_penalty,
         eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, use_cache=True,
-        **({} if warp.greedy else sampling),
+        **{key: getattr(warp, key) or None for key in given},
     )  # fmt: skip
     draft_config = GenerationConfig(
         num_assistant_tokens=draft_length, num_assistant_tokens_schedule="constant", pad_token_id=0,

@@ -376,8 +376,7 @@ class Benchmark:
             current().update(name="costs of rounds")
             all_items, coldest = [item for _, prompts in items for item in prompts], min(temperatures)
             session.measure_costs(all_items, priced, batch_sizes=sizes, temperature=coldest)
-        rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
-        current().update(done=0, total=repeats * rounds)
+        current().update(done=0, total=repeats * sum(len(table) * len(groups) for *_, table, groups in blocks))
         for suite, size, table, groups in blocks:
             runs = [EntryRun(session, entry, size) for entry in table]
             name = f"{suite.name} T={table[0].temperature:g}" + (f" batch {size}" if size > 1 else "")

@@ -70,9 +70,9 @@ def cell(row: Row, key: str) -> str:
         return f"{text} ?"
     if finite(error):
         return f"{text} ± {error:{column.format.removeprefix('+')}}"
-    return (
-        f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if isinstance(error, list | tuple) else text
-    )
+    if isinstance(error, list | tuple):
+        return f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})"
+    return text
 
 
 def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:

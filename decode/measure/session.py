@@ -91,8 +91,11 @@ class Session:
         """All prompts (of chats, all turns) that fit the contexts together with their answers."""
         notes, prompts = [], suite.prompts
         if self.options.chat:
-            texts = ([{"content": text} for text in (p.system, *p.said)] for p in prompts)
-            asked = [p for p, messages in zip(prompts, texts) if not control_token(self.tokenizer, messages)]
+            asked = [
+                p
+                for p in prompts
+                if not control_token(self.tokenizer, [{"content": text} for text in (p.system, *p.said)])
+            ]
             if spelt := len(prompts) - len(asked):
                 notes.append(f"{spelt} prompts are left out, whose text spells a control token of the tokenizer")
             items = self._turns(asked, self.options.chat)
@@ -110,8 +113,8 @@ class Session:
         new = self.options.max_new_tokens + self.options.beyond
         fitting = [
             item
-            for item in items
-            if (end := len(item.ids) + new) <= room + 1 and not len(item.ids) <= self.runner.boundary < end
+            for item in items  # the last token is never read
+            if (end := len(item.ids) + new - 1) <= room and not len(item.ids) <= self.runner.boundary < end
         ]
         missing = len(items) - len(fitting)
         left_out = (

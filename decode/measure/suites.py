@@ -151,12 +151,16 @@ def quiet_datasets() -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
-def held_out(key: Any, fraction: float = 0.05) -> str:
-    """The split of a row whose source has no validation and test splits, by a hash of its prompt, or of a chat.
+def split_key(value: Any) -> str:
+    """What keeps rows in one split: a prompt or another text, or a chat, whatever the order of its keys."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def held_out(key: str, fraction: float = 0.05) -> str:
+    """The split of a row whose source has no validation and test splits, by a hash of its `split_key`.
 
     ``fraction`` of all keys go to validation, as many to test, the rest to train; rows of equal keys share a split.
     """
-    key = key if isinstance(key, str) else json.dumps(key, sort_keys=True, default=str)
     place = int.from_bytes(hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=6).digest(), "big") / 2**48
     return "validation" if place < fraction else "test" if place < 2 * fraction else "train"
 
@@ -366,8 +370,9 @@ def _rows(name: str, preset: Preset, path: str | Path | None, split: str) -> lis
         raise UserError(f"suite {name!r}: {error}: --suite {name}=PATH") from error
     if theirs != preset.splits.get("train"):
         return rows
-    held = ((row, held_out(row["messages"] if preset.kind == "chat" else preset.prompt(row))) for row in rows)
-    return [row for row, part in held if (part if part not in preset.splits else "train") == split]
+    keys = (split_key(row["messages"] if preset.kind == "chat" else preset.prompt(row)) for row in rows)
+    parts = map(held_out, keys)
+    return [row for row, part in zip(rows, parts) if (part if part not in preset.splits else "train") == split]
 
 
 def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit: int | None, seed: int) -> list[Prompt]:
@@ -380,9 +385,11 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
         Prompt(id=f"{name}/{rows[number - 1].get(preset.key, number - 1)}", **fields)
         for number, fields in usable(rows, left_out, preset.asked)
     ]
-    print(*sentences(f"suite {name}", left_out), sep="\n", end="\n" * bool(left_out), file=sys.stderr)
+    notes = sentences(f"suite {name}", left_out)
     if not made:
-        raise ValueError("; ".join(sentences(name, left_out)))
+        raise ValueError("; ".join(notes))
+    for note in notes:
+        print(note, file=sys.stderr)
     group = {category: name for name, several in preset.groups.items() for category in several}
     chosen = [prompt for prompt in made if option in ("", prompt.category, group.get(prompt.category))]
     if not chosen:

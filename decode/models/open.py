@@ -54,6 +54,7 @@ from decode.models.sources import (
     tensors_in,
 )
 from decode.models.tokens import TRAINED, added_ids, turn_end
+from decode.options import ChatSettings
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
@@ -207,9 +208,10 @@ def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrained
 
 
 def trained_prompts(name: Name) -> Fields:
-    """`TRAINED` of the files of a draft, or of a folder of probes; empty if there is none."""
+    """`TRAINED` of the files of a draft, or of a folder of probes; empty if there is none. Other fields are ignored."""
     with suppress(OSError, UserError):  # what is not there is refused where it is opened
-        return get_tokenizer_config(located(name)).get(TRAINED) or {}
+        trained = get_tokenizer_config(located(name)).get(TRAINED) or {}
+        return {key: trained[key] for key in vars(ChatSettings()) if key in trained}
     return {}
 
 

@@ -46,7 +46,6 @@ JSON_FILES = (
 
 NUMBERS = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-
 MODEL_FILES = (
     "*config.json", "*.safetensors.index.json", "*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken", "*.spm",
     "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "*.jinja", "chat_template*",
@@ -86,6 +85,11 @@ def pinned(name: Name) -> tuple[str, Fields]:
     """A Hub name, and the revision after its @ as an argument of the Hub's libraries; folders stay as they are."""
     repository, at, revision = str(name).rpartition("@")
     return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
+
+
+def is_path(name: Name) -> bool:
+    """Whether a name is that of a file or folder, there or not, and none on the Hub."""
+    return Path(name).exists() or str(name).startswith((".", "/", "~", "runs/")) or pinned(name)[0].count("/") > 1
 
 
 def _snapshot(name: Name, *weights: str) -> Path:
@@ -138,12 +142,14 @@ def reading(name: Name, what: str) -> Iterator[None]:
 def unreadable(name: Name, what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
     path, hint = Path(name), ""
-    if not path.exists() and (str(name).startswith((".", "/", "~", "runs/")) or len(path.parts) > 2):
-        wanted = "train it first (make distill), or give the path of one"
-        return UserError(f"cannot load the {what}: there is no folder {str(name)!r}: {wanted}")
+    if is_path(name) and not path.exists():
+        return UserError(
+            f"cannot load the {what}: there is no folder {str(name)!r}: train it first (make distill), or give the "
+            "path of one"
+        )
     if path.suffix.lower() == ".gguf":
         hint = "; download it again, or take the model's safetensors files"
-    elif not path.exists() and hub_offline():
+    elif not is_path(name) and hub_offline():
         hint = (
             "; it is no folder and not in the Hub's cache on this machine, and the Hub is switched off "
             "(HF_HUB_OFFLINE) or does not answer: fetch the model with `hf download` where there is a network"
@@ -191,8 +197,9 @@ def tensors_in(folder: Path) -> Fields:
         beside = [file.name for file in folder.glob("*") if file.suffix in (".safetensors", ".bin", ".pth", ".gguf")]
         raise UserError(
             f"{folder} has no safetensors file that is read ({SINGLE}, or the shards of {INDEX}), but "
-            f"{', '.join(sorted(beside)[:3]) or 'no weights at all'}: download these; a file of another name may be "
-            "renamed; a pickle (pytorch_model.bin) is not read, since that can run code. If you trust it: python -c "
+            f"{', '.join(sorted(beside)[:3]) or 'no other weights'}: download it, unless the repository has none; a "
+            "file of another name may be renamed; a pickle (pytorch_model.bin) is neither downloaded nor read, since "
+            "that can run code. If you trust it: python -c "
             "\"import torch, safetensors.torch as s; s.save_file(torch.load('pytorch_model.bin', weights_only=True), "
             "'model.safetensors')\""
         )
@@ -214,12 +221,12 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass
-class Unread:
+class MetaSlice:
     """A tensor that stays on the meta device, wherever its model is put, in the place of a slice of safetensors."""
 
     shape: list[int]
 
-    def __getitem__(self, place: Any) -> "Unread":
+    def __getitem__(self, place: Any) -> "MetaSlice":
         return self
 
     def to(self, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
@@ -228,7 +235,7 @@ class Unread:
 
 
 def in_parts(tensors: Fields, empty: PreTrainedModel, wanted: str, *, quantised: bool) -> Fields:
-    """The tensors of `tensors_in`; those that are not ``wanted`` are `Unread`, as are a quantised model's.
+    """The tensors of `tensors_in`; those that are not ``wanted`` are `MetaSlice`s, as are a quantised model's.
 
     Such a one gets what an ordinary one has, ``empty``: the packages of its method may be there for an engine alone.
     """
@@ -236,7 +243,7 @@ def in_parts(tensors: Fields, empty: PreTrainedModel, wanted: str, *, quantised:
     if quantised:
         shapes = {name: [*x.shape] for name, x in empty.state_dict().items() if name not in empty.all_tied_weights_keys}
     read = {name for name, part in tensors.items() if part.get_dtype() in PLAIN and re.search(wanted, name)}
-    return {name: tensors[name] if name in read else Unread(shape) for name, shape in shapes.items()}
+    return {name: tensors[name] if name in read else MetaSlice(shape) for name, shape in shapes.items()}
 
 
 PACKED = re.compile(r"F[468][_ ]|[IU]\d+ .*(weight|bias|proj)$")
@@ -454,7 +461,7 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     base = decoder if decoder.get_output_embeddings() is None else decoder.base_model
     weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in base.state_dict().items()}
     weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
-    weights = {key: Unread([*weight.shape]) if weight.is_meta else weight for key, weight in weights.items()}
+    weights = {key: MetaSlice([*weight.shape]) if weight.is_meta else weight for key, weight in weights.items()}
     made = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     made.generation_config = copy.deepcopy(model.generation_config)
     if any(weight.is_meta for weight in made.parameters()):  # it was read in parts

@@ -19,8 +19,8 @@ from decode.models.heads.runner import in_target
 from decode.models.huggingface import mask_of, masked, slots_of, states_of
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
-# most tokens of a forward, unless one text has more; as many as the least boundary of published models, so that no text
-# behind it stands beside another one, whose keys would be rotated otherwise
+# most tokens of a forward, unless one text has more; no more than the smallest `Model.boundary` of published models, so
+# that a text above it, whose keys LongRoPE rotates by other factors, is alone in its forward
 TOKENS = 4096
 LOGITS = 1 << 25  # most logits of a model that are held at once
 States = tuple[Tensor, Callable[[Tensor], Tensor]]  # that an output head reads  # [batch, time, hidden]; to logits

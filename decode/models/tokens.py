@@ -119,14 +119,14 @@ def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None
     """Refuse a chat template that leaves out the assistant's turns, or the system message that is to be used.
 
     Raises:
-        UserError: which of them it leaves out or refuses.
+        UserError: which of them it leaves out or refuses; or there is no template.
     """
     question, answer = (turn["content"] for turn in MARKED)
-    if not tokenizer.chat_template:
-        render_chat(tokenizer, MARKED, ask=False)
     try:
         refuses = answer not in render_chat(tokenizer, MARKED, ask=False)
     except UserError:
+        if not tokenizer.chat_template:
+            raise
         refuses = False  # a template may refuse chats that end with the assistant's turn
     if refuses:
         raise UserError(

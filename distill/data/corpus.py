@@ -102,8 +102,8 @@ def load_corpus(
     quiet_datasets()
     if tokenizer is None and settings.tokenizer is not None:
         tokenizer = load_tokenizer(settings.tokenizer)
-    if tokenizer is not None and settings.template() is not None:
-        tokenizer.chat_template = settings.template()
+    if tokenizer is not None:
+        settings.use(tokenizer)
     if alone := folder is None:
         folder = Path(tempfile.mkdtemp(prefix="corpus-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -120,9 +120,9 @@ def load_corpus(
     ranks.barrier()
     splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
-    corpus = Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
+    corpus, kept = Corpus(tokenizer, **splits, **read_json(folder / "about.json")), settings.key()
     # saved with every model of the run; by their kind rows may be texts or chats whatever data.chat is
-    tokenizer.init_kwargs[TRAINED] = {key: settings.key()[key] for key in vars(ChatSettings())} | {"chat": corpus.chat}
+    tokenizer.init_kwargs[TRAINED] = {key: kept[key] for key in vars(ChatSettings())} | {"chat": corpus.chat}
     return corpus
 
 
@@ -151,12 +151,11 @@ def _make(
         train = rows.splits["train"]
         chosen = Random(seed).sample(range(len(train)), min(len(train), settings.limits["train"] or len(train)))
         tokenizer = train_tokenizer(map(_text_of, train.select(chosen)))
-        tokenizer.chat_template = settings.template()
+        settings.use(tokenizer)
         if rows.kind == "pairs" and all(prompt.endswith("\n") for prompt in train[:100]["prompt"]):
             tokenizer.init_kwargs[PROMPT_END] = "\n"
         tokenizer.save_pretrained(folder / "tokenizer")
-    by_setting = bool(tokenizer.chat_template) if settings.chat in (None, "auto") else settings.chat is True
-    chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
+    chat = rows.kind == "chat" or (rows.kind == "pairs" and settings.use(tokenizer))
     if chat:
         check_template(tokenizer, settings.system)
         if "strftime_now" in str(tokenizer.chat_template) and "date_string" not in str(settings.template_args):
@@ -269,7 +268,7 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
             continue
         if len(examples) > 1:
             tell(row, "split into one example per assistant turn: the chat template changes earlier turns")
-        conversation = f"[{row['messages']}, {row['variables'] or '{}'}]" if len(turns) > 1 else ""
+        conversation = f"[{row['messages']}, {row['variables']}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if over := len(example.input_ids) > settings.max_length:
                 del example.input_ids[settings.max_length :], example.labels[settings.max_length :]

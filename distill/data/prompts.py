@@ -141,7 +141,7 @@ def prompt_rows(
                         f"({MORE})"
                     )
             asked = [{"role": "user", "content": (sample.opening + sample.text).strip()}]
-            rows[split].append({"messages": json.dumps(asked, ensure_ascii=False), "number": written})
+            rows[split].append(plain_chat(asked, {}, "") | {"number": written})
         share = len(missing) / written
         notes.append(f"prompts of the target: {written} written, {share:.0%} kept; dropped: {reasons()}")
     return {split: plain_rows(rows[split]) for split in ORDER}, notes

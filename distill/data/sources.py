@@ -43,7 +43,7 @@ from decode.incoming import (
     usable,
 )
 from decode.measure.arithmetic import problems
-from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub
+from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, split_key
 from distill.config.data import DataSettings
 from distill.data.tables import mapped_table
 
@@ -121,10 +121,10 @@ def _divide(rows: SourceRows) -> None:
     """
     kept, kind = rows.splits, rows.kind
     if empty := [split for split in SPLITS if not len(kept[split])]:
-        given = kept["train"]
-        names = np.array([held_out(key, HELD_OUT) for key in _keys(given, kind)], "U10")
+        whole = kept["train"]
+        names = np.array([held_out(key, HELD_OUT) for key in _keys(whole, kind)], "U10")
         names[~np.isin(names, empty)] = "train"
-        kept |= {split: given.select(np.flatnonzero(names == split)) for split in (*empty, "train")}
+        kept |= {split: whole.select(np.flatnonzero(names == split)) for split in (*empty, "train")}
     later = np.zeros(0, np.uint64)
     for split in reversed(SPLITS) if kind != "text" else ():
         digests = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in _keys(kept[split], kind))
@@ -138,10 +138,10 @@ def _divide(rows: SourceRows) -> None:
 
 
 def _keys(rows: Dataset, kind: str) -> Iterator[str]:
-    """What keeps rows in one split: equal chats do, whatever the order of their keys."""
+    """The `split_key` of each row."""
     for row in rows:
-        key = row[KEYS[kind]]
-        yield json.dumps(json.loads(key), ensure_ascii=False, sort_keys=True) if kind == "chat" else key
+        value = row[KEYS[kind]]
+        yield split_key(json.loads(value) if kind == "chat" else value)
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def _formatted(*templates: str) -> Preset:
 
 def _chat(column: str, row: Row) -> Row:
     """A chat whose answer may stand in another column, as in TRL's, LLaMA-Factory's and OpenAI's preferences."""
-    if isinstance(given := row.get("input"), dict):  # OpenAI's
-        row = {"prompt": given.get("messages")} | given | row
+    if isinstance(request := row.get("input"), dict):  # OpenAI's
+        row = {"prompt": request.get("messages")} | request | row
     place = column if column in ANSWERS else next((name for name in ANSWERS if row.get(name)), "")
     begun = next((row[name] for name in QUESTIONS if row.get(name)), None) if place == column else row.get(column)
     answer = turns_of(row.get(place), "assistant")

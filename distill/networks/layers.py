@@ -48,9 +48,9 @@ def entering(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int
     def keep(layer: int, module: nn.Module, given: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
         states[layer] = given[0] if given else named["hidden_states"]
 
-    modules = {layer: stack[layer] if layer < len(stack) else final_norm(model) for layer in layers}
     with ExitStack() as hooks:
-        for layer, module in modules.items():
+        for layer in layers:
+            module = stack[layer] if layer < len(stack) else final_norm(model)
             hooks.enter_context(module.register_forward_pre_hook(partial(keep, layer), with_kwargs=True))
         yield states
 

@@ -1,7 +1,7 @@
 """The output head on gathered rows, so that logits are computed only where a loss needs them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -120,19 +120,14 @@ def one_text_a_row(model: nn.Module, places: Tensor) -> Iterator[None]:
             parts.append(rope.forward(x[:1], row[None]))
         return tuple(map(torch.cat, zip(*parts)))
 
-    hooks = [
-        part.register_forward_hook(alone, with_kwargs=True)
-        for part in model.modules()
-        if getattr(part, "rope_type", None) in ("longrope", "dynamic")
-    ]
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
+    with ExitStack() as undoing:
+        for part in model.modules():
+            if getattr(part, "rope_type", None) in ("longrope", "dynamic"):
+                undoing.enter_context(part.register_forward_hook(alone, with_kwargs=True))
+        search = masking_utils.find_packed_sequence_indices
+        undoing.callback(setattr, masking_utils, "find_packed_sequence_indices", search)
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
-        for hook in hooks:
-            hook.remove()
 
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor, **inputs: Tensor) -> Tensor:

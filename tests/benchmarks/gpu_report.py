@@ -87,7 +87,7 @@ def draft_rows() -> Iterator[Row]:
     products = product_rate()
     with scratch_folder() as folder:
         settings = run_settings(folder, f"--student.kind finetune --student.model {folder}/draft")
-        sides = measure(settings, sized(40, 10), sized(2, 1), Console(quiet=True))["sides"]
+        sides = measure(settings, sized(40, 10), sized(2, 1), Console(quiet=True))
     work = 6 * random_model(SMALL, device="meta").num_parameters()
     for side, row in sides.items():
         speed = row["tokens_per_second"]

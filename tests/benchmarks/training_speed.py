@@ -4,7 +4,7 @@ Both sides take the same steps from the same weights, on the same batches, with 
 reference and draft at every step and computes the loss from whole logits; draftsmith keeps what the target and the
 reference give, once per run, and computes the loss in chunks. The time of the former is reported apart.
 
-    python tests/benchmarks/training_speed.py [--steps N] [--rounds N] [--json FILE] [--config C and other settings]
+    python tests/benchmarks/training_speed.py [--steps N] [--rounds N] [--config C and other settings]
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.commands.cli import run_main
 from decode.errors import UserError
-from decode.files import scratch_folder, write_json
-from decode.measure import machine
+from decode.files import scratch_folder
 from decode.measure.report import console_table
 from decode.models.api import synchronize
 from decode.progress import output_console, working
@@ -96,8 +95,8 @@ def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, k: float) -
     return losses[torch.topk(delta, share(k, len(delta))).indices].mean()
 
 
-def measure(settings: Settings, steps: int, rounds: int, console: Console) -> dict[str, Any]:
-    """Measures both sides of a run's first draft with a reference, in turn, and prints a table."""
+def measure(settings: Settings, steps: int, rounds: int, console: Console) -> dict[str, dict[str, float]]:
+    """Measures both sides of a run's first draft with a reference, in turn, and prints a table; the medians by side."""
     settings = with_formats(settings)
     settings.validate()
     if settings.student.draft.head or settings.student.kind == "cut" or settings.data.from_target or steps < 2 * WARM:
@@ -120,10 +119,8 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             parameter.data.mul_(1.01)
     if settings.trainer.precision == "64-true":
         models = [model.double() for model in models]
-    schedule, device = (
-        Schedule(examples.lengths, training.batch_size, training.length_bucket, settings.seed),
-        run.device,
-    )
+    schedule = Schedule(examples.lengths, training.batch_size, training.length_bucket, settings.seed)
+    device = run.device
     tokens = sum(examples.labels_of(schedule.batch(step)) for step in range(WARM, steps))
 
     def with_trainer(clock: StepClock, folder: Path) -> float:
@@ -179,21 +176,13 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             measured[side].append(row | memory)
     ratios = [ours["tokens_per_second"] / theirs["tokens_per_second"] for theirs, ours in zip(*measured.values())]
     medians = {side: {k: statistics.median(row[k] for row in rows) for k in rows[0]} for side, rows in measured.items()}
-    first = [values[0] for values in losses.values()]  # later ones differ where rounding changes a selection
-    result = {
-        "k": draft.k,
-        "sides": medians,
-        "speedup": statistics.median(ratios),
-        "speedups": ratios,
-        "loss_difference": abs(first[0] - first[1]) / abs(first[0]),
-        "machine": machine.describe(),
-    }
+    theirs, ours = (values[0] for values in losses.values())  # later ones differ where rounding changes a selection
     columns = ("name", "tokens_per_second", "step_ms", "memory_gb", "prepare_seconds")
     table = [{"name": side, **row} for side, row in medians.items()]
     console.print(console_table(f"AdaSPEC training, k = {draft.k:g}, in label tokens", columns, table))
-    console.print(f"ratio {result['speedup']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", highlight=False)
-    console.print(f"relative difference of the first step's loss {result['loss_difference']:.1e}", highlight=False)
-    return result
+    console.print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", highlight=False)
+    console.print(f"relative difference of the first step's loss {abs(theirs - ours) / theirs:.1e}", highlight=False)
+    return medians
 
 
 def main() -> None:
@@ -201,14 +190,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="of each side and round; the first five are not timed")
     parser.add_argument("--rounds", type=int, default=3, help="in which both sides train in turn")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
     arguments, rest = parser.parse_known_args()
     if "--config" not in rest:
         rest = ["--config", "configs/quickstart.yaml", "--teacher.signal", "hidden", *rest]  # topk is no equal loss
-    settings = read_settings(rest)
-    result = measure(settings, arguments.steps, arguments.rounds, output_console())
-    if arguments.json:
-        write_json(arguments.json, result)
+    measure(read_settings(rest), arguments.steps, arguments.rounds, output_console())
 
 
 if __name__ == "__main__":

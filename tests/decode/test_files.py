@@ -34,6 +34,17 @@ def test_a_folder_that_is_to_be_kept_stands_beside_the_one_that_replaces_it(tmp_
     assert {path.name for path in tmp_path.iterdir()} == set(found)
 
 
+def test_a_link_to_nowhere_stays_where_the_new_folder_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
+    def replace(new: Path, path: Path) -> None:
+        raise OSError(errno.EIO, "no")
+
+    (place := tmp_path / "export").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="export"), replaced(place) as made:
+        made.mkdir()
+    assert place.is_symlink()
+
+
 def test_folders_and_devices_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")

@@ -31,10 +31,7 @@ from distill.config import DraftSettings, Settings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.training.trainer import ProgressLines
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not devices.PRETENDED, reason="counts on the pretended device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices.PRETENDED, reason="counts on the pretended device")]
 FILE = Path(__file__).with_name("counts.yaml")
 ROOT = Path(__file__).parents[2]
 HEAD = """# What a round, a training step or a layer costs, each as test_counts.py counts it, which writes this file (--record).
@@ -86,13 +83,7 @@ def repeating() -> Any:
 
 
 def count_rounds(
-    method: str,
-    target: Any,
-    *,
-    temperature: float = 0.0,
-    batch: int = 1,
-    draft: Any = None,
-    **options: Any,
+    method: str, target: Any, *, temperature: float = 0.0, batch: int = 1, draft: Any = None, **options: Any
 ) -> Watch:
     """The events of some rounds in which no text begins or ends."""
     # the fast forward of 16 bits is not compared with transformers' first: these weights make much of every rounding

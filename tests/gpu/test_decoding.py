@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = TorchRng) -> list[Text]:
+def texts(case: Case, warp: LogitsWarper, device: str, stores: Path) -> list[Text]:
     """What the method writes on a device after all prompts at once."""
     own, runner = there(target(), device), None
     if case.draft is not None:
@@ -91,7 +91,7 @@ def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = 
     options = MethodOptions(**SHAPE, **probes, rule=case.rule, sample_block=case.sample_block)
     inputs = MethodInputs(open_runner(own), warp, runner, make_tokenizer(), stores, options)
     method = build(case.method, inputs)
-    rngs = [rng(seed) for seed in range(len(PROMPTS))]
+    rngs = [TorchRng(seed) for seed in range(len(PROMPTS))]
     return decode_texts(inputs.target, method, warp, PROMPTS, rngs=rngs, max_new_tokens=NEW)
 
 
@@ -101,11 +101,8 @@ def test_greedy_texts_in_a_batch_are_the_cpus(case: Case, stores: Path) -> None:
     if not is_lossless(case.method, case.rule):
         wanted = [text.ids for text in texts(case, LogitsWarper(), "cpu", stores)]
     assert [text.ids for text in found] == wanted
-    drafted, accepted = (
-        sum(getattr(r, name) for text in found for r in text.rounds) for name in ("drafted", "accepted")
-    )
+    drafted = sum(r.drafted for text in found for r in text.rounds)
     assert (drafted > 0) == (case.method != "autoregressive")
-    assert accepted <= drafted
 
 
 @cache
@@ -123,34 +120,18 @@ def test_sampled_texts_with_penalties_are_the_cpus(case: Case, stores: Path) -> 
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("case", [CHAINS[0], *OTHERS[:5]], ids=named)
-def test_a_seed_of_the_device_gives_one_sampled_text(case: Case, stores: Path) -> None:
-    def written(first: int) -> list[list[int]]:
-        return [t.ids for t in texts(case, SAMPLED, DEVICE, stores, lambda seed: TorchRng(first + seed))]
-
-    assert written(0) == written(0) != written(7)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_accepts_all_that_it_drafts_itself(temperature: float) -> None:
-    own, warp = there(target()), LogitsWarper(temperature)
-    runner = open_runner(own)
-    method = build("vanilla", MethodInputs(runner, warp, open_draft_runner(own, own)))
-    out = decode(runner, method, warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(0))
-    assert metrics([out.rounds])["alpha"] == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["model", "eagle3", "dspark"])
-def test_sixteen_bits_write_whole_texts(dtype: torch.dtype, kind: str) -> None:
-    """A model accepts nearly all of its own, and heads are what they are in 32 bits but for the rounding."""
+def test_whole_texts_are_written_in_every_number_format(dtype: torch.dtype, kind: str) -> None:
+    """A model accepts all of its own but for the rounding, and heads are what they are in 32 bits."""
     own, warp = there(target()).to(dtype), LogitsWarper(1.0)
     head = own if kind == "model" else there(draft(kind)).to(dtype)
     runner, method = open_runner(own), {"model": "vanilla", "eagle3": "eagle", "dspark": "block"}[kind]
     built = build(method, MethodInputs(runner, warp, open_draft_runner(head, own)))
     out = decode(runner, built, warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(0))
     assert len(out.new_ids) == NEW
-    assert metrics([out.rounds])["alpha"] > (0.9 if kind == "model" else 0)
+    least = 1 - 1e-5 if dtype == torch.float32 else 0.9
+    assert metrics([out.rounds])["alpha"] > (least if kind == "model" else 0)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast-forward", "ordinary-call"])

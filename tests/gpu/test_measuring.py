@@ -1,4 +1,4 @@
-"""Measuring on a GPU: offline acceptance of every kind of draft, costs, the command profile, what serve-check predicts."""
+"""Measuring on a GPU: offline acceptance of every kind of draft, costs, the command profile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pairs import make_pair, make_suite, make_tokenizer
 from decode.commands.profile import profile_pair
 from decode.commands.settings import ProfileSettings
 from decode.core.sampling import LogitsWarper
-from decode.engines.check import acceptance, predicted_drafts
 from decode.measure.acceptance import offline_alphas
 from decode.models.heads.mtp import load_mtp
 from decode.models.open import Pair
@@ -58,12 +57,3 @@ def test_the_command_profile_measures_the_alpha_of_the_cpu(tiny, kind: str) -> N
     assert found.cost.rounds.seconds.keys() == {1, 2}
     assert all(seconds > 0 for row in found.cost.rounds.seconds.values() for seconds in row.values())
     assert len(found.lengths) == 3
-
-
-@pytest.mark.parametrize("kind", with_ci(["model", "eagle3", "dspark"], "eagle3"))
-def test_serve_check_predicts_what_it_does_on_a_cpu(kind: str) -> None:
-    small, texts = draft(kind), [(ids[:n], ids[n:]) for ids, n in TEXTS]
-    wanted, agreement = acceptance(target(), small, texts, 3)
-    found, agreed = acceptance(there(target()), there(small), texts, 3)
-    assert (found, agreed) == (wanted, agreement)
-    assert sum(predicted_drafts(found[0], 6, 3).accepted) == sum(predicted_drafts(wanted[0], 6, 3).accepted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +103,6 @@ def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     small = ProbeSettings(**sizes, confirm=1)
     run_probes(ProbesSettings(**vars(settings), probes=small), Console(file=io.StringIO()))
     assert (tmp_path / "tiny" / "probes" / "probes.safetensors").is_file()
-
-
-def test_a_run_with_adamw_in_8_bits(tmp_path: Path) -> None:
-    if not CUDA or find_spec("bitsandbytes") is None:
-        pytest.skip("needs a GPU and bitsandbytes")
-    settings = settings_in(tmp_path)
-    settings.training.optimizer = {"class_path": "bitsandbytes.optim.AdamW8bit"}
-    _, run, _ = run_tiny(settings)
-    assert run.record("adaspec") is not None
 
 
 # -- two GPUs ---------------------------------------------------------------------------------------------------------

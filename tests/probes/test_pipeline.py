@@ -11,6 +11,7 @@ from tiny_run import tiny_settings
 from decode.errors import UserError
 from distill.run import Run, alone_in
 from probes.__main__ import main
+from probes.features import exit_layers
 from probes.pipeline import run_probes
 from probes.settings import ProbeSettings, ProbesSettings, shrink
 
@@ -28,6 +29,9 @@ def test_exits_outside_the_target_are_refused_before_it_is_trained(tmp_path) -> 
     with pytest.raises(UserError, match=r"probes\.layers has 3; the model has 3 layers, so exits are 1 to 2"):
         run_probes(settings_in(tmp_path, layers=[3]), Console(quiet=True))
     assert not (tmp_path / "tiny").exists()
+    assert exit_layers(4, [3, 1]) == [1, 3]
+    with pytest.raises(UserError, match="no early exit"):
+        exit_layers(1)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_positions_are_labelled_in_blocks_and_sampled_where_they_are_too_many(ti
     assert torch.cdist(few.inputs[0], every.inputs[0]).min(1).values.max() < 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi", "gpt2", "gemma2", "codegen", "opt"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_a_forward_sees_what_each_exit_would_draft(tiny, family: str) -> None:
     model, texts = tiny(family), [([3, 1, 4, 1, 5, 9, 2], 3), ([2, 7, 1, 8], 2)]
     seen = collect(model, texts, GREEDY_MODE, exit_layers(model.config.num_hidden_layers))
@@ -136,9 +136,8 @@ def test_the_targets_generation_settings_are_applied(tiny) -> None:
     assert torch.equal(collect(model, [(ids, 3)], greedy, [3]).labels[0], hits)
 
 
-@pytest.mark.parametrize("l2", [1e-3, 1e-1])
-def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: float, tmp_path) -> None:
-    train, held = synthetic(3000, seed=1), synthetic(500, seed=2)
+def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(tmp_path) -> None:
+    l2, train, held = 1e-2, synthetic(1000, seed=1), synthetic(200, seed=2)
     for probe in trained(train, held, tmp_path, "match", [l2]):
         i = probe.layer - 1
         x = train.inputs[i] if len(probe.extra) else train.inputs[i, :, :-3]
@@ -173,14 +172,6 @@ def test_metrics_are_what_their_formulas_say_and_calibration_mends_them(tmp_path
     probe.weight, probe.bias, probe.temperature = 4 * probe.weight, 4 * probe.bias, 1.0  # overconfident
     calibrate(probe, held)
     assert probe.temperature == pytest.approx(4, rel=0.3)
-
-
-def test_exits_outside_the_model_are_refused(tiny) -> None:
-    with pytest.raises(UserError, match="exits are 1 to 3"):
-        exit_layers(4, [4])
-    assert exit_layers(4, [3, 1]) == [1, 3]
-    with pytest.raises(UserError, match="no early exit"):
-        exit_layers(1)
 
 
 def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds(monkeypatch) -> None:
@@ -255,7 +246,7 @@ class Kill(Callback):
 
 
 def test_a_killed_fit_goes_on_and_its_curves_reach_loggers_and_callbacks(tmp_path, monkeypatch) -> None:
-    train, held = synthetic(1500, seed=1), synthetic(500, seed=2)
+    train, held = synthetic(200, seed=1), synthetic(100, seed=2)
     whole = trained(train, held, tmp_path)
     for end in (3, EPOCHS):  # in the middle, and after the last checkpoint
         monkeypatch.setattr(TrainerSettings, "callback_instances", lambda _, end=end: [Kill(end)])

@@ -34,10 +34,7 @@ RECURRENT = {
     *("Bailing hybrid", "Nemotron-H", "LFM2-MoE", "LFM3", "Granite 4 hybrid", "Falcon-H1", "OLMo hybrid", "Zamba 2"),
     "DeepSeek-V4",
 }
-NO_TREES = {
-    *("Llama 4, temperature tuning", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi", "BART decoder"),
-    *RECURRENT,
-}
+NO_TREES = {*("Llama 4, temperature tuning", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi", "BART decoder"), *RECURRENT}
 
 DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
 GENERATED = "<!-- written by: python tests/support/architectures.py -->\n"

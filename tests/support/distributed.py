@@ -1,4 +1,4 @@
-"""Trainings that several processes and one must end alike: whole runs, and parts of a batch without a label; refusals.
+"""Whole runs that several processes and one must end alike, and runs that are refused.
 
 Started by `test_fsdp_and_ddp` once for every process, whose rank stands in its environment: FOLDER WAYS.
 """
@@ -14,26 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import noise
-import numpy as np
 import torch
-from families import build_tiny, in_double
-from heads import draft_of
+from families import build_tiny
 from pairs import make_tokenizer
 from rich.console import Console
-from some_rows import TRAINING, add_column, some_rows
 from tiny_run import altered, given, tiny_settings
 
 from decode.errors import UserError
 from distill import fingerprints, ranks
 from distill.__main__ import main as command
-from distill.config import DraftSettings, Settings, TrainerSettings
+from distill.config import Settings
 from distill.config.models import StudentSettings
-from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
 from distill.pipeline import run_pipeline, write_settings
 from distill.run import Run, alone_in
 from distill.stages import run_stages
-from distill.training.modules import DistillModule
-from distill.training.trainer import fit
 
 WAYS = {  # changes of a run's settings
     "ddp": {
@@ -62,35 +56,8 @@ def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
     settings = altered(tiny_settings(folder, name=way), trainer__validate_every=2, **changes)
     settings.teacher.responses.max_new_tokens = 8
     for training in (settings.target.training, settings.student.training, settings.training):
-        training.steps, training.batch_size = 4, 8
+        training.steps, training.batch_size = 2, 8
     return settings
-
-
-PARTS = ("language model", "eagle", "eagle3", "dspark")
-
-
-def train_part(kind: str, folder: Path, world: int) -> None:
-    """Trains by all processes, and writes the weights and the learning curve; one has two micro-batches a step.
-
-    A second process has no label in the first step, and no process in the second.
-    """
-    target = in_double(build_tiny("llama", num_hidden_layers=4, seed=4, dtype=torch.float64))
-    schedule = Schedule(some_rows(16).lengths, 4, seed=1)
-    for k in (1.0, 0.4):
-        examples = some_rows(16, empty=[*schedule.batch(0)[1::2].tolist(), *schedule.batch(1).tolist()])
-        draft, signal = draft_of(kind, target)
-        reference = np.random.default_rng(0).random((examples.label_count, getattr(draft, "steps", draft.depth)))
-        add_column(examples, "reference_loss", reference)
-        settings = DraftSettings(divergence="kl_tv", reference="y" if k < 1 else None, k=k)
-        module = DistillModule(draft, signal, TRAINING, 4, settings=settings)
-        trainer = TrainerSettings(
-            accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate=2 // world,
-            precision="64-true", validate_every=2,
-        )  # fmt: skip
-        data = DistillDataModule(TrainingBatches(examples, schedule, 4, index=draft), some_rows(5, seed=3, empty=[1]))
-        work = folder / f"checkpoints-{kind}-{k}-{world}"
-        history, _, _ = fit(module, data, trainer, work, name=kind, console=Console(quiet=True))
-        torch.save((history, module.model.state_dict()), folder / f"{kind}-{k}-{world}-{module.global_rank}.pt")
 
 
 def refusals(folder: Path, rank: int, world: int) -> None:
@@ -135,9 +102,6 @@ def main(folder: Path, ways: list[str]) -> None:
     noise.install()
     rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
     for way in ways:
-        if way in PARTS:
-            train_part(way, folder, world)
-            continue
         if way == "refusals":
             refusals(folder, int(rank), world)
             continue

@@ -13,25 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families import build_tiny
-from heads import learned_head, make_block_head
+from heads import learned, learned_block, learned_head
 from pairs import make_tokenizer
-from some_rows import everything, from_lists
 
 from decode.__main__ import main
 from decode.engines.llama_cpp import convert
 from decode.engines.server import CHECKOUT, ENGINES, Engine, Server, opened
-from decode.models.heads.block import BlockHead
 from decode.models.heads.files import save_head
 from distill.config import ExportSettings
-from distill.data.chat import IGNORE
 from distill.export.draft import export_draft
 from distill.export.head import export_head
 from distill.kinds.parallel import ParallelDraft
-from distill.losses.chunked import chunked_loss
-from distill.losses.divergences import Divergence
-from distill.signal.target import Signal
 
 PROMPTS = ("Tom has 3 apples", "How many apples does he have?", "buys 4 more apples", "Das Ma")
 BUDGET, LENGTH = 24, 28  # new tokens of each text, and tokens of each of `even_prompts`
@@ -63,7 +56,9 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
     with torch.no_grad():
         for weight in draft.parameters():
             weight.add_(0.01 * weight.std() * torch.randn(weight.shape, generator=generator))
-    pard = learned_masks(target, copy.deepcopy(draft), prompts, steps)
+    pard = copy.deepcopy(draft)
+    pard.config.pard_token = 7
+    learned(ParallelDraft(pard, 5), target, prompts, 2 * steps, 1e-3)
     for name, model in (("target", target), ("trained", draft), ("trained-pard", pard)):
         model.generation_config.eos_token_id = 0
         model.save_pretrained(folder / name)
@@ -103,52 +98,6 @@ def end_texts(target: Any, prompts: list[list[int]]) -> None:
     for table in {target.get_input_embeddings().weight, target.get_output_embeddings().weight}:
         table[[0, token]] = table[[token, 0]]
     target.get_output_embeddings().weight.mul_(3)
-
-
-def learned_masks(target: Any, draft: Any, prompts: list[list[int]], steps: int) -> Any:
-    """A model that learns to draft five tokens in one forward from the target's greedy answers."""
-    draft.config.pard_token, ids = 7, list[list[int]]()
-    for prompt in prompts:
-        read = torch.tensor([prompt])
-        ids += target.generate(read, attention_mask=torch.ones_like(read), max_new_tokens=24, do_sample=False).tolist()
-    examples = from_lists(ids, [[IGNORE] * len(prompt) + row[len(prompt) :] for prompt, row in zip(prompts, ids)])
-    learner, optimiser = ParallelDraft(draft, 5), torch.optim.Adam(draft.parameters(), 1e-3)
-    signal, batch = Signal(copy.deepcopy(target)), learner.indexed(everything(examples))
-    for _ in range(2 * steps):
-        optimiser.zero_grad()
-        chunked_loss(learner.rows(batch, signal), Divergence())[0].backward()
-        optimiser.step()
-    return draft.eval()
-
-
-def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) -> BlockHead:
-    """A block head of two layers, longer than what is drafted, trained on the target's greedy answers."""
-    head = make_block_head(target, kind, block=6, mask_id=7, target_layers=[0, 1, 2]).requires_grad_(True)
-    with torch.no_grad():  # keys of the second layer normed by the weights of the first are others
-        head.layers[1].self_attn.k_norm.weight.mul_(3)
-    table, output, examples = target.get_input_embeddings().weight, target.get_output_embeddings(), []
-    with torch.no_grad():
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            tokens = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-            states = target(tokens, output_hidden_states=True).hidden_states
-            anchors = torch.arange(len(prompt), tokens.shape[1] - head.drafts)[None]
-            if anchors.numel():
-                features = torch.cat([states[layer] for layer in head.captured_layers], -1)
-                read = tokens[0].unfold(0, head.drafts + 1, 1)[anchors[0]]
-                examples.append((features, anchors, read))
-    optimiser = torch.optim.Adam(head.parameters(), 5e-3)
-    for _ in range(steps):
-        loss = torch.zeros(())
-        for features, anchors, read in examples:
-            blocks = head.tokens(read[None, :, 0], head.drafts)
-            slots = head(F.embedding(blocks, table).detach(), features, anchors)
-            logits = head.logits(slots, read[:, :-1], head.outputs(output), (1.0, None))
-            loss = loss + F.cross_entropy(logits.flatten(0, 1).clamp_min(-40.0), read[:, 1:].flatten())
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return head.eval().requires_grad_(False)
 
 
 def gguf(folder: Path, name: str, kind: str = "f32") -> Path:

@@ -236,13 +236,7 @@ class Experiment:
         parts = [self.target, *(getattr(system.drafter, name, None) for name in ("runner", "store", "table"))]
         system = copy.deepcopy(system, {id(part): part for part in parts if part is not None})
         out = decode(
-            self.target,
-            system,
-            self.warp,
-            self.prompt,
-            max_new_tokens=self.tokens,
-            stop_ids=self.stop_ids,
-            rng=rng,
+            self.target, system, self.warp, self.prompt, max_new_tokens=self.tokens, stop_ids=self.stop_ids, rng=rng
         )
         self.traces.append(out.rounds)
         return tuple(out.new_ids)

@@ -20,10 +20,7 @@ from distill.config import Settings
 CUDA = DEVICE.startswith("cuda")
 REAL = CUDA and not PRETENDED
 """Whether kernels round as a GPU's do: of a pretended device they are the CPU's."""
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a CUDA device")]
 CI = pytest.mark.ci
 
 

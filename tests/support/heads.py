@@ -1,11 +1,12 @@
 """Heads whose drafts are accepted now and then, a block head's plain twin, and drafts of every kind in training."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from families import build_tiny, in_double
+from some_rows import everything, from_lists
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,11 +14,14 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES, block_config
 from decode.models.heads.eagle import FeatureHead, attend, head_config
 from distill.config.kinds import kind_of
+from distill.data.chat import IGNORE
 from distill.kinds.base import Draft
 from distill.kinds.block import BlockDraft
 from distill.kinds.eagle import FeatureDraft
 from distill.kinds.language_model import LanguageModelDraft
 from distill.kinds.parallel import ParallelDraft
+from distill.losses.chunked import chunked_loss
+from distill.losses.divergences import Divergence
 from distill.signal.target import Signal
 
 MASK = 47  # the token in the slots of a block
@@ -38,31 +42,37 @@ def make_head(target: PreTrainedModel, version: int, seed: int = 2) -> FeatureHe
     return head.to(target.dtype).eval()
 
 
+def learned(draft: Draft, target: PreTrainedModel, prompts: Sequence[Sequence[int]], steps: int, lr: float) -> Any:
+    """The draft's model after so many steps on the target's greedy answers to these prompts."""
+    texts, optimiser = list[list[int]](), torch.optim.Adam(draft.model.parameters(), lr)
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        texts += target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False).tolist()
+    examples = from_lists(texts, [[IGNORE] * len(ids) + text[len(ids) :] for ids, text in zip(prompts, texts)])
+    signal, batch = Signal(copy.deepcopy(target), reader=draft.model), draft.indexed(everything(examples))
+    for _ in range(steps):
+        optimiser.zero_grad()
+        chunked_loss(draft.rows(batch, signal), Divergence("cross_entropy"))[0].backward()
+        optimiser.step()
+    return draft.model.eval().requires_grad_(False)
+
+
 def learned_head(
     target: PreTrainedModel, prompts: Sequence[Sequence[int]], *, captured_layers: tuple[int, ...], steps: int = 80,
     norms: bool = False,
 ) -> FeatureHead:  # fmt: skip
     """An EAGLE-3 head, or with norms an EAGLE-3.1 head, trained on the target's greedy answers to these prompts."""
     torch.manual_seed(0)
-    head, examples = FeatureHead(head_config(target.config, 3, captured_layers=captured_layers, norms=norms)), []
-    with torch.no_grad():
-        for prompt in prompts:
-            ids = torch.tensor([list(prompt)])
-            tokens = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-            states = target(tokens, output_hidden_states=True).hidden_states
-            features = torch.cat([states[layer] for layer in captured_layers], -1)
-            examples.append((tokens, target.get_input_embeddings()(tokens[:, 1:]), features[:, :-1]))
-    optimiser = torch.optim.Adam(head.parameters(), 5e-3)
-    for _ in range(steps):
-        loss = torch.zeros(())
-        for tokens, embeds, features in examples:
-            for depth, states in enumerate(head.unroll(embeds, features, 3)):
-                count = tokens.shape[1] - 2 - depth
-                loss = loss + F.cross_entropy(head.logits(states[0, :count], None), tokens[0, 2 + depth :])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return head.eval().requires_grad_(False)
+    head = FeatureHead(head_config(target.config, 3, captured_layers=captured_layers, norms=norms))
+    return learned(FeatureDraft(head, 3, 3, 1.0), target, prompts, steps, 5e-3)
+
+
+def learned_block(target: PreTrainedModel, prompts: Sequence[Sequence[int]], kind: str, steps: int) -> BlockHead:
+    """A block head of two layers, longer than what is drafted, trained on the target's greedy answers."""
+    head = make_block_head(target, kind, block=6, mask_id=7, target_layers=[0, 1, 2]).requires_grad_(True)
+    with torch.no_grad():  # keys of the second layer normed by the weights of the first are others
+        head.layers[1].self_attn.k_norm.weight.mul_(3)
+    return learned(BlockDraft(head, 99), target, prompts, steps, 5e-3)
 
 
 def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int = 3, **shape: Any) -> BlockHead:

@@ -27,14 +27,8 @@ def pair(a, b, difference, p_value):
 
 
 FIELDS = "position", "rounds", "tested", "conditional", "marginal"
-POSITIONS = [
-    dict(zip(FIELDS, (1, 100, 100, 0.9, 0.9))),
-    dict(zip(FIELDS, (2, 100, 90, 0.8, 0.72))),
-]
-TRAINED = {
-    "acceptance": [{"position": 1, "validation": 0.91, "offline": 0.92}],
-    "curve": [[0, 0.87], [100, 0.94]],
-}
+POSITIONS = [dict(zip(FIELDS, row)) for row in ((1, 100, 100, 0.9, 0.9), (2, 100, 90, 0.8, 0.72))]
+TRAINED = {"acceptance": [{"position": 1, "validation": 0.91, "offline": 0.92}], "curve": [[0, 0.87], [100, 0.94]]}
 FULL = {
     "name": "quickstart",
     "created": "2025-11-21 09:40 UTC",

@@ -1,14 +1,20 @@
-"""Texts of prompts as decoding makes them, whose true ratios are known, to judge intervals and p-values."""
+"""Texts of prompts as decoding makes them, whose true ratios are known, to judge intervals and p-values.
+
+``python tests/support/simulated_prompts.py [DRAWS]`` prints how often an interval holds the true value, and how often p
+is below 0.05 where nothing differs.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 
 from decode.measure.acceptance import OfflineAlpha, paired
+from decode.measure.report import markdown_table
 from decode.measure.statistics import median_interval, p_value, ratio_interval
 
 BUDGET, DRAFTED = 128, 5
@@ -120,3 +126,11 @@ def rejected(p: Callable[[np.random.Generator, int], float], n: int, draws: int)
     """The share of draws of n texts with p below 0.05."""
     chance = np.random.default_rng(n)
     return sum(p(chance, n) < 0.05 for _ in range(draws)) / draws
+
+
+if __name__ == "__main__":
+    draws, prompts = int(sys.argv[1]) if sys.argv[1:] else 1000, (8, 24, 80)
+    kinds = {"the interval holds the true value": (INTERVALS | BOOTSTRAP, covered), "p < 0.05": (NULLS, rejected)}
+    for title, (judges, share) in kinds.items():
+        rows = [[name, *(f"{share(judge, n, draws):.1%}" for n in prompts)] for name, judge in judges.items()]
+        print(markdown_table([title, *(f"{n} prompts" for n in prompts)], rows), end="\n\n")

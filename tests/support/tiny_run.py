@@ -141,15 +141,17 @@ def killed(stage: str, step: int) -> Iterator[None]:
 
 
 def check_killed_ends_alike(settings: Settings, folder: Path, kills: dict[str, int]) -> None:
-    """Stages that are killed after these steps end, once continued, with weights and account of the finished run."""
+    """Stages of a finished run that are made again and killed after these steps end with its weights and account."""
     again = copy.deepcopy(settings)
     again.output_dir = str(folder)
-    begun(again)
+    runs = Run(settings), Run(again)
+    shutil.copytree(runs[0].folder, runs[1].folder, symlinks=True, ignore=shutil.ignore_patterns("signals"))
+    for stage in kills:
+        shutil.rmtree(runs[1].path(stage))
     for stage, step in kills.items():
         with killed(stage, step):
             run_tiny(again)
-    run_tiny(again)
-    runs = Run(settings), Run(again)
+    assert run_tiny(again)[0]
     for stage in kills:
         undisturbed, continued = (load_file(run.path(stage) / "model.safetensors") for run in runs)
         assert all(torch.equal(undisturbed[name], continued[name]) for name in undisturbed), stage

@@ -397,7 +397,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             layers = load_mtp(target, folder)
             layers.config.num_assistant_tokens = fields["num_assistant_tokens"]
             return layers
-        if version is None or version not in HEADS:
+        if version not in HEADS:
             what = f"a draft in the format of {version}" if version else "no feature head"
             raise UserError(
                 f"{name} holds {what} (architectures {fields.get('architectures')}), which is not run: {NEXT}"

@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from engine_pairs import learned_block
-from heads import learned_head
+from heads import learned_block, learned_head
 from pairs import make_pair
 from simulated_engine import SimulatedEngine
 

@@ -283,6 +283,9 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models) -> None:
     kept = short.items(make_suite(12))
     assert 0 < len(kept) < 12
     assert short.notes["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit the context of the target, 256 t")
+    ends = Session(models[0], None, make_tokenizer(), BenchOptions(1, 1, pack="off"))
+    ends.runner.boundary = min(len(item.ids) for item in kept)
+    assert len(ends.items(make_suite(12))) == 12
     draft = copy.deepcopy(models[1])
     draft.config.max_position_embeddings = 64
     both = Session(models[0], {"d": draft}, make_tokenizer(), BenchOptions(30, 1, pack="off"))

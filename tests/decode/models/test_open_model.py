@@ -219,7 +219,7 @@ OUTSIDE = json.dumps({"weight_map": {"x": "../model.safetensors"}}).encode()
             r"but model\.fp16.*of another name may be renamed",
         ),
         ({"model.safetensors": None, "consolidated.safetensors": ZEROS}, r"but consolidated\.safetensors: "),
-        ({"model.safetensors": None}, "no safetensors file that is read .*but no weights at all"),
+        ({"model.safetensors": None}, "no safetensors file that is read .*but no other weights: download it, unless"),
         ({"model.safetensors": NOWHERE}, "model.safetensors is a link that leads nowhere"),
         (
             {"model.safetensors": None, sources.INDEX: OUTSIDE},
@@ -294,8 +294,9 @@ def test_a_name_on_the_hub_is_read_from_its_snapshot_by_the_same_rules(
             model = load_model(name, **CPU)
             assert (model.lm_head.weight.equal(wanted), model.name_or_path) == (True, str(snapshot))
             assert load_tokenizer(name).get_vocab() == make_tokenizer(chat=True).get_vocab()
-    with pytest.raises(UserError, match="not in the Hub's cache on this machine"):
-        load_model("org/model@v2", **CPU)
+    for name in ("org/model@v2", "org/model@refs/pr/1"):
+        with pytest.raises(UserError, match="not in the Hub's cache on this machine"):
+            load_model(name, **CPU)
 
 
 def test_weights_that_the_index_names_are_fetched_and_no_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

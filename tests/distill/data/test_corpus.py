@@ -47,6 +47,7 @@ def test_a_later_process_reads_what_the_first_has_made(tmp_path, monkeypatch) ->
     monkeypatch.setattr(corpus_module, "_make", lambda *_: pytest.fail("it is made again"))
     second = load_corpus(settings, seed=0, folder=folder)
     assert rows_of(first) == rows_of(second)
+    assert second.train.cache_files  # mapped into memory, which every process shares
     assert (first.fingerprint, first.notes) == (second.fingerprint, second.notes)
     assert first.tokenizer("12 pens")["input_ids"] == second.tokenizer("12 pens")["input_ids"]
     for text, whole in (("2 + 2?", "2 + 2?\n"), ("2 + 2?\n4", "2 + 2?\n4")):  # a shell leaves the line end out

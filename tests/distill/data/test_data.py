@@ -18,7 +18,7 @@ from pairs import make_tokenizer
 from some_rows import made_of
 
 from decode.errors import UserError
-from decode.measure.suites import PRESETS
+from decode.measure.suites import PRESETS, load_suite
 from distill.config.data import DataSettings
 from distill.data.chat import Turn, label, prompt_part
 from distill.data.corpus import load_corpus, train_tokenizer
@@ -149,6 +149,20 @@ def test_chats_that_begin_alike_are_spread_over_the_splits_and_equal_ones_share_
     texts = {split: {json.dumps({**row, "number": 0}) for row in rows} for split, rows in found.splits.items()}
     assert len(set.union(*texts.values())) == sum(map(len, texts.values())) == 260
     assert not found.notes
+
+
+def test_a_suite_asks_no_chat_that_training_on_the_same_data_set_learns(tmp_path, monkeypatch) -> None:
+    """Both compute the split that the Hub lacks, also of texts that are not ASCII."""
+    turns = [[{"role": "user", "content": f"Où est {n} ?"}, {"role": "assistant", "content": "Là"}] for n in range(400)]
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub/train.jsonl", [{"messages": chat} for chat in turns])
+    published = replace(PRESETS["ultrachat"], hub=str(tmp_path / "hub"), splits={"train": "train"})
+    monkeypatch.setitem(PRESETS, "ultrachat", published)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = loaded(DataSettings(source="ultrachat")).splits["validation"]
+    asked = {prompt.text for prompt in load_suite("ultrachat", split="validation").prompts}
+    assert asked
+    assert asked <= {json.loads(row["messages"])[0]["content"] for row in rows}
 
 
 def test_overlong_examples_are_cut_where_that_is_asked_for() -> None:

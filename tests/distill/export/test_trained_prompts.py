@@ -91,7 +91,8 @@ def test_the_draft_whose_prompts_are_followed_is_named_where_others_differ(tmp_p
     drafts = [str(tmp_path / name) for name in "abc"]
     for path, system in zip(drafts, ("Answer", "Answer", "Be brief")):
         Path(path).mkdir()
-        (Path(path) / "tokenizer_config.json").write_text(json.dumps({TRAINED: {"chat": True, "system": system}}))
+        shape = {"chat": True, "system": system, "of_a_later_version": 1}
+        (Path(path) / "tokenizer_config.json").write_text(json.dumps({TRAINED: shape}))
     for more, lines in (
         ({}, [f"prompts follow the training of {drafts[0]}, not that of {drafts[2]}"]),
         ({"system": "Hi"}, []),

@@ -113,8 +113,9 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dflash2 measured", {"block": 4, "candidates": 20}, 24),  # texts' tokens are often among them
     ],
 )
-def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab: int | None) -> None:
+def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab: int | None, monkeypatch) -> None:
     """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
+    monkeypatch.setattr(block, "rows_at_once", lambda *_: 3)  # of logits
     target, draft, signal = make(kind.split()[0], draft_vocab=vocab, **shape)
     batch, head = everything(texts()), draft.model
     chooses = bool(head.candidates)
@@ -162,17 +163,6 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
     torch.testing.assert_close(rows.weight, weights * learnable)  # what cannot be drafted is not learnt
     labels = following if ids is None else torch.where(following % 2 == 0, following // 2, -1)
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
-
-
-def test_how_many_rows_logits_are_in_memory_changes_nothing(make, monkeypatch) -> None:
-    _, draft, signal = make("dflash2", block=4, candidates=20)
-    batch, made = draft.indexed(everything(some_rows(8))), list[list[Tensor]]()
-    for count in (1000, 3):
-        monkeypatch.setattr(block, "rows_at_once", lambda *_, count=count: count)
-        rows = draft.rows(batch, signal)
-        assert len(rows) > 8 * draft.depth
-        made.append([values.detach() for values in (rows.hidden, rows.distance) if values is not None])
-    torch.testing.assert_close(*made)
 
 
 def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
@@ -260,22 +250,25 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
         assert not any(w.grad is not None or w.requires_grad for w in target.parameters())
 
 
-@pytest.mark.parametrize("kind", UNROLLED)
+@pytest.mark.parametrize("kind", ["language model", "parallel", "dspark", "dflash2", *UNROLLED])
 @pytest.mark.parametrize("selects", [False, True])
-def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make, kind: str, selects: bool) -> None:
-    """DDP waits for a gradient of every weight from every process."""
+def test_a_part_without_a_label_leaves_a_zero_a_whole_graph_and_all_measures(make, kind: str, selects: bool) -> None:
+    """DDP waits for a gradient of every weight from every process, and validation for the same sums."""
     _, draft, signal = make(kind)
-    settings, batch = (
-        DraftSettings(reference="y" if selects else None),
-        everything(some_rows(2, empty=[0, 1])),
-    )
+    batch, whole = everything(some_rows(2, empty=[0, 1])), everything(some_rows(2))
+    settings, measured = DraftSettings(reference="y" if selects else None), []
     module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings), 2)
     batch["reference_loss"] = torch.zeros(0, 3)
     loss = module.training_step(batch, 0)
     assert loss.item() == 0.0
     loss.backward()
-    assert all(weight.grad is not None and not weight.grad.any() for weight in module.parameters())
-    module(draft.indexed(batch), training=False)
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    assert all(weight.grad is not None and not weight.grad.any() for weight in trained)
+    for each in (batch, whole):
+        module.on_validation_epoch_start()
+        module.validation_step(each, 0)
+        measured.append([*module.sums])
+    assert measured[0] == measured[1]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -301,18 +294,11 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: st
 
 WIDE = {  # the width of a head is not the model's width over its heads
     "qwen3": {"hidden_size": 60, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4},
-    "llama": {
-        "hidden_size": 90,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "num_hidden_layers": 4,
-    },
     "gpt2": {"n_embd": 30, "n_head": 2, "n_layer": 4},  # 15, which cannot be rotated
 }
 
 
-@pytest.mark.parametrize(("family", "head_dim"), [("qwen3", 32), ("llama", 64), ("gpt2", 16)])
+@pytest.mark.parametrize(("family", "head_dim"), [("qwen3", 32), ("gpt2", 16)])
 def test_a_head_starts_from_its_target_s_last_layer(family: str, head_dim: int, tiny) -> None:
     target = tiny(family, **WIDE[family])
     head = FeatureHead(head_config(target.config, 3, draft_vocab=24)).eval()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, NEEDED, build_tiny, in_double, with_layers
+from families import NEEDED, build_tiny, in_double, with_layers
 from pairs import make_tokenizer
 from safetensors.torch import load_file
 from tiny_run import STAGES, begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
@@ -67,9 +67,7 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
         head, history = load_head(made.path(stage)), made.record(stage).history
         weights = head.state_dict()
         assert {n for n in first if torch.equal(weights[n], first[n])} <= {"d2t", "t2d"}, stage
-        if (
-            settings.student.draft.method == "block"
-        ):  # an EAGLE-3 head that starts from the target's layer has little to learn here
+        if settings.student.draft.method == "block":  # an EAGLE-3 head from the target's layer has little to learn here
             assert history[-1]["loss"] < history[0]["loss"], stage
             assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
             assert "alpha_4" not in history[-1]  # a block drafts three tokens, the likeliest at any temperature
@@ -83,8 +81,8 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
 
 
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path) -> None:
-    kills = {"distillspec": 5, "adaspec": 6, "accepted": 7}
-    check_killed_ends_alike(run[0], tmp_path, {name: kills[name] for name in run[0].drafts})
+    """Of AdaSPEC, whose reference a later stage of the same process has read, and of accepted tokens alone."""
+    check_killed_ends_alike(run[0], tmp_path, {"accepted": 7} if "accepted" in run[0].drafts else {"adaspec": 6})
 
 
 def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
@@ -98,22 +96,14 @@ def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
     assert "starts from the head in" in told.getvalue()
 
 
-def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str) -> Settings:
-    """A run that tunes the layer of a target made below the folder."""
-    tokenizer = make_tokenizer()
-    with_layers(folder / "given", patch, kind, vocab_size=len(tokenizer), max_position_embeddings=256)
-    tokenizer.save_pretrained(folder / "given")
-    target = TargetSettings(kind="as_is", model=str(folder / "given"))
-    settings = tiny_settings(folder, target=target, student=StudentSettings(kind="mtp"))
-    settings.data.max_length, settings.data.overlong = 96, "cut"
-    settings.training.lr, settings.trainer.validate_every = 1e-2, 6
-    del settings.drafts["adaspec"]
-    return settings
-
-
 @NEEDED
 def test_a_target_s_layer_is_tuned_and_learns(tmp_path, monkeypatch) -> None:
-    settings = mtp_settings(tmp_path, monkeypatch, "Mellum")
+    tokenizer, folder = make_tokenizer(), tmp_path / "given"
+    with_layers(folder, monkeypatch, "Mellum", vocab_size=len(tokenizer), max_position_embeddings=256)
+    target, student = given(folder, tokenizer), StudentSettings(kind="mtp")
+    settings = tiny_settings(tmp_path, target=target, student=student, drafts={"distillspec": DraftSettings()})
+    settings.data.max_length, settings.data.overlong = 96, "cut"
+    settings.training.lr, settings.trainer.validate_every = 1e-2, 6
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
     _, made, _ = run_tiny(settings)
     history = made.draft_record("distillspec").history
@@ -121,12 +111,9 @@ def test_a_target_s_layer_is_tuned_and_learns(tmp_path, monkeypatch) -> None:
     assert run_tiny(settings)[0] == []
 
 
-LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "qwen2-sliding", "phi", "gpt_neox", "gpt2", "opt"])
 def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path) -> None:
-    model = build_tiny(family, dtype=torch.float64, **{LAYERS.get(family, "num_hidden_layers"): 4})
+    model = build_tiny(family, dtype=torch.float64, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4})
     draft, ids = in_double(cut(in_double(model), [1, 3])), torch.arange(2, 12)[None]  # longer than the sliding windows
     check_head(draft, LMHead(draft))
     assert draft.config.get_text_config().num_hidden_layers == 2
@@ -155,13 +142,8 @@ def test_a_language_model_that_drafts_some_tokens_learns_these_and_says_so_in_it
     settings.teacher.signal = "topk" if kind == "cut" else "hidden"
     if kind == "as_is":
         words = Run(settings).tokenizer
-        shape = {
-            "vocab_size": len(words) + 4,
-            "max_position_embeddings": 256,
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-        }
-        given(tmp_path / "draft", build_tiny("llama", seed=3, **shape), words)
+        shape = {"max_position_embeddings": 256, "hidden_size": 16, "num_hidden_layers": 1}
+        given(tmp_path / "draft", build_tiny("llama", seed=3, vocab_size=len(words) + 4, **shape), words)
         settings.student = StudentSettings(kind="as_is", model=str(tmp_path / "draft"), draft_vocab=64)
     _, run, printed = run_tiny(settings)
     assert "64 tokens drafted, " in printed

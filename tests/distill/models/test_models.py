@@ -17,16 +17,10 @@ from distill.config.models import LayerSkipSettings, LoraSettings, TrainingSetti
 from distill.data.dataset import label_mask
 from distill.losses.chunked import next_token_loss
 from distill.networks import models
-from distill.networks.layers import final_norm
+from distill.networks.layers import decoder_layers, final_norm
 from distill.networks.layerskip import LayerSkip, dropout_rates, exits_on
 from distill.networks.lm_head import LMHead, check_head
-from distill.networks.models import (
-    adapted,
-    checkpoint_layers,
-    hollow_target,
-    make_optimizer,
-    make_schedule,
-)
+from distill.networks.models import adapted, checkpoint_layers, hollow_target, make_optimizer, make_schedule
 from distill.training.modules import CausalLMModule
 
 
@@ -124,8 +118,9 @@ def in_parts(monkeypatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *a, **options: whole(*a, wanted=options.pop("wanted"), **options))
 
 
-@pytest.mark.parametrize("shards", ["1GB", "10KB"])
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3", "gpt2", "opt", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("family", "shards"), [("llama", "1GB"), ("llama-tied", "10KB"), ("gpt2", "10KB"), ("gpt_neox", "1GB")]
+)
 def test_parts_equal_the_target_and_nothing_else_is_read(family: str, shards: str, tmp_path, in_parts) -> None:
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 4}
     build_tiny(family, **layers).save_pretrained(tmp_path, max_shard_size=shards)
@@ -234,8 +229,11 @@ def test_a_layer_is_dropped_for_single_samples_and_never_in_evaluation() -> None
     torch.testing.assert_close(model(BATCH["input_ids"]).logits, plain.logits)
 
 
-def test_gradient_checkpointing_drops_the_same_layers_again() -> None:
-    model = in_double(build_tiny("llama", num_hidden_layers=3))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradient_checkpointing_computes_the_same_layers_again_but_for_dropped_ones(family: str) -> None:
+    """With the same gradients."""
+    model, calls = in_double(build_tiny(family, dtype=torch.float64)), list[int]()
+    next(decoder_layers(model)[-1].children()).register_forward_pre_hook(lambda *_: calls.append(0))
     module, recipe = module_of(model, dropout=0.6)
 
     def gradients(seed: int) -> list[Tensor]:
@@ -244,9 +242,11 @@ def test_gradient_checkpointing_drops_the_same_layers_again() -> None:
         return list(torch.autograd.grad(module(BATCH)[0], list(model.parameters()), materialize_grads=True))
 
     expected = [gradients(seed) for seed in range(4)]
+    count = len(calls)
     checkpoint_layers(model)
     for seed, before in enumerate(expected):
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(seed), before, strict=True))
+        assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(gradients(seed), before, strict=True))
+    assert len(calls) > 2 * count > 0
 
 
 def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits() -> None:

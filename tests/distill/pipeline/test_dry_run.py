@@ -33,7 +33,7 @@ def test_models_from_the_hub_take_the_path_of_their_kind(tmp_path) -> None:
     once = TrainingSettings(epochs=1)
     settings = Settings(
         output_dir=str(tmp_path),
-        target=TargetSettings(kind="lora", model="lmsys/vicuna-7b-v1.3", training=once),
+        target=TargetSettings(kind="lora", model="lmsys/vicuna-7b-v1.3@refs/pr/1", training=once),
         student=StudentSettings(kind="as_is", model="double7/vicuna-68m"),
         drafts={"longer": DraftSettings(training={"epochs": 3, "batch_size": 64})},
         training=once,

@@ -1,4 +1,4 @@
-"""Two processes, over gloo, end with the weights of one: DDP, FSDP, micro-batches, own texts, online, empty parts."""
+"""Two processes, over gloo, end with the weights of one: DDP, FSDP, micro-batches, own texts, online."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import FAST, PARTS, WAYS, settings_of, train_part
+from distributed import FAST, WAYS, settings_of
 from safetensors.torch import load_file
 from tiny_run import altered, bench, run_tiny
 
@@ -56,7 +56,7 @@ def two(tmp_path_factory) -> Path:
     del settings.drafts["adaspec"]
     write_settings(settings, folder / "command.yaml")
     (Run(settings).work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it
-    return trained(folder, 2, ["refusals", "command", *FAST, *PARTS])
+    return trained(folder, 2, ["refusals", "command", *FAST])
 
 
 def check_against_one(folder: Path, way: str, world: int) -> None:
@@ -104,20 +104,6 @@ def test_the_command_trains_in_two_processes_of_which_the_first_prints(two) -> N
 @pytest.mark.parametrize("way", FAST)
 def test_two_processes_end_with_the_weights_of_one(two, way: str) -> None:
     check_against_one(two, way, 2)
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_process_without_a_label_waits_for_none_and_changes_nothing(two, kind: str, tmp_path) -> None:
-    train_part(kind, tmp_path, 1)
-    for k in (1.0, 0.4):
-        (history, weights), *others = (
-            torch.load(folder / f"{kind}-{k}-{name}.pt")
-            for folder, name in ((tmp_path, "1-0"), (two, "2-0"), (two, "2-1"))
-        )
-        for curve, same in others:
-            assert all(torch.allclose(weights[name].double(), same[name].double(), atol=1e-9) for name in weights)
-            for row, other in zip(history, curve, strict=True):
-                assert row == pytest.approx(other, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import build_tiny, in_double
 from heads import draft_of, learned_head
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from plain_losses import plain_loss
 from rich.console import Console
@@ -40,14 +40,12 @@ from distill.kinds.language_model import LanguageModelDraft
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import share, top_k
-from distill.networks.layers import decoder_layers
 from distill.networks.lm_head import LMHead, last_hidden
-from distill.networks.models import checkpoint_layers
 from distill.signal.target import Signal
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit, unmoved
 
-FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
+FAMILIES = ["llama-tied", "gemma2", "phi", "gpt_neox", "gpt2", "opt"]
 
 
 def loss_and_gradients(module: L.LightningModule, *batches: dict[str, Any]) -> tuple[float, list[Tensor]]:
@@ -95,20 +93,6 @@ def test_the_head_on_label_rows_gives_the_models_own_logits_and_gradients(family
     assert close(gradients(logits), gradients(wanted), 1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "phi"])
-def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
-    model, calls, made = in_double(build_tiny(family, dtype=torch.float64)).train(), [], []
-    next(decoder_layers(model)[-1].children()).register_forward_pre_hook(lambda *_: calls.append(0))
-    for count in (1, 3):
-        torch.manual_seed(0)
-        made.append(loss_and_gradients(attached(CausalLMModule(model, TRAINING, 4)), everything(some_rows(4))))
-        assert len(calls) == count
-        checkpoint_layers(model)
-    (wanted_loss, wanted), (loss, gradients) = made
-    assert loss == pytest.approx(wanted_loss, rel=1e-9)
-    assert close(gradients, wanted, 1e-9)
-
-
 @pytest.mark.parametrize("k", [1.0, 0.3])
 @pytest.mark.parametrize(
     "kind", ["language model", "language model of some tokens", "parallel", "eagle", "eagle3", "dspark", "dflash2"]
@@ -129,11 +113,8 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str
         assert torch.equal(rows.reference, batch["reference_loss"][rows.at, step])
         delta = measured.losses - rows.reference
         delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
-        groups = (
-            [step == n for n in range(3)]
-            if kind in ("eagle", "eagle3", "parallel")
-            else [torch.ones_like(delta).bool()]
-        )
+        separate = kind in ("eagle", "eagle3", "parallel")
+        groups = [step == n for n in range(3)] if separate else [torch.ones_like(delta).bool()]
         best = [group.nonzero()[:, 0][delta[group].argsort(descending=True)] for group in groups]
         chosen = torch.cat([order[: share(k, len(order))] for order in best])
         assert module.selected == len(chosen)
@@ -155,9 +136,7 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
     target, draft, batch = tiny("llama", seed=4), tiny("llama", seed=5), everything(some_rows(5))
     batch["reference_loss"] = torch.rand(int(label_mask(batch["labels"]).sum()), 1)
     module = distilling(draft, target, divergence="tv", kl_first=0.5, reference="y", k=0.4)
-    _, _, kept = DistillModule.forward(
-        distilling(draft, target, divergence="tv"), module.indexed(batch), training=False
-    )
+    _, _, kept = distilling(draft, target, divergence="tv")(module.indexed(batch), training=False)
     chosen, kl = top_k(kept.losses - batch["reference_loss"][:, 0], 0.4), differences(draft, target, batch)
     for step, losses in enumerate((kl, kl, kept.losses, kept.losses)):  # of four
         module.trainer.global_step = step
@@ -165,11 +144,10 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
         assert loss == pytest.approx(losses[chosen].mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("world", "micros"), [(2, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("kind", ["next token", "language model", "parallel", "eagle3", "dspark", "dflash2"])
-def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int, kind: str) -> None:
+def test_the_parts_gradients_average_to_the_whole_step_s(kind: str) -> None:
     """Parts have different numbers of labels, one of them none, and blocks begin where they do in one batch."""
-    examples = some_rows(7, empty=[3, 5], prompt=2)
+    world, micros, examples = 2, 2, some_rows(7, empty=[3, 5], prompt=2)
     schedule, index = Schedule(examples.lengths, 7, seed=1), None
     target = in_double(build_tiny("llama", num_hidden_layers=4, seed=4, dtype=torch.float64))
     if kind == "next token":
@@ -186,6 +164,9 @@ def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int
     assert sum(batch["weight"] for batch in parts) == pytest.approx(world * micros)
     seeds = [module.on_train_batch_start(batch, 0) or torch.initial_seed() for batch in parts]
     assert len(set(seeds)) == len(parts)  # each draws dropout of its own
+    nothing = some_rows(2, empty=[0, 1])
+    empty = TrainingBatches(nothing, Schedule(nothing.lengths, 2, seed=1), 1, **given)[0]
+    assert module.training_step(empty, 0).item() == 0  # no part of this step has a label
     loss, gradients = loss_and_gradients(module, *parts)
     gap = 1e-7 if kind.startswith("d") else 1e-9  # the weights of a block's slots are float32
     assert loss == pytest.approx(wanted_loss, rel=gap)
@@ -222,9 +203,8 @@ def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_e
     if at is not None:
         rows.at, rows.step = torch.tensor([0, 1, 2, 3, 4, *at]), torch.tensor([0] * 5 + [1] * len(at))
         rows.groups = [5, len(at)]
-    monkeypatch.setattr(
-        module, "forward", lambda *_, **__: (torch.zeros(()), rows, Compared(alpha, alpha, alpha, alpha))
-    )
+    measured = Compared(alpha, alpha, alpha, alpha)
+    monkeypatch.setattr(module, "forward", lambda *_, **__: (torch.zeros(()), rows, measured))
     (history,) = validated(module, [{"labels": labels, "input_ids": labels}])
     assert history["alpha"] == pytest.approx(sum(values[:5]) / 5)
     assert history["alpha_2"] == history["agreement_2"] == pytest.approx(position_2)
@@ -236,18 +216,17 @@ def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_e
 def test_every_position_that_validation_shows_is_that_of_decoding_also_beyond_the_trained_steps(tiny) -> None:
     """A head that learned three drafting steps drafts five tokens after each token of the target's greedy texts."""
     target, warp = tiny("llama", num_hidden_layers=4), LogitsWarper()
-    prompts, steps = [[3, 7, 1, 9], [12, 40, 2, 5, 8], [6, 6, 21], [30, 4, 17, 2], [1, 44, 9]], range(5)
+    prompts, steps = [[3, 7, 1, 9], [12, 40, 2, 5, 8], [6, 6, 21]], range(5)
     head = learned_head(target, prompts, captured_layers=(0, 1, 2), steps=60)
     runner, texts, reached = open_runner(target), [], np.zeros((len(steps) + 1, 2))
     drafter = open_draft_runner(head, target)
     inputs = MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=len(steps)))
     for prompt in prompts:
-        ids = decode(runner, build("autoregressive", inputs), warp, prompt, max_new_tokens=32).ids
+        ids = decode(runner, build("autoregressive", inputs), warp, prompt, max_new_tokens=20).ids
         texts.append((ids, [IGNORE] * len(prompt) + ids[len(prompt) :]))
         for start in range(len(prompt), len(ids)):
-            (first, *_) = decode(
-                runner, build("eagle", inputs), warp, ids[:start], max_new_tokens=len(steps) + 1
-            ).rounds
+            drafted = decode(runner, build("eagle", inputs), warp, ids[:start], max_new_tokens=len(steps) + 1)
+            first = drafted.rounds[0]
             for i in steps[: len(ids) - start]:
                 reached[i] += first.accepted >= i, first.accepted > i
     module = DistillModule(FeatureDraft(head, 3, len(steps), 0.8), Signal(target, reader=head), TRAINING, 4)
@@ -301,15 +280,18 @@ def poison(module: Any) -> None:
     next(module.parameters()).data.fill_(torch.nan)
 
 
-def fitted(module: TrainingModule, folder: Path, *callbacks: Callback, size: int=4, workers: int=0, logger: Any=None, examples: Examples | None=None, **settings: Any) -> list[dict[str, float]]:  # fmt: skip
-    """The learning curve; the module's model ends with the best weights."""
-    examples = examples or some_rows()
+def fitted(
+    module: TrainingModule, folder: Path, *callbacks: Callback, size: int = 4, workers: int = 0, logger: Any = None,
+    examples: Examples | None = None, told: Any = None, **settings: Any,
+) -> list[dict[str, float]]:  # fmt: skip
+    """The learning curve, with lines for `told`; the module's model ends with the best weights."""
+    examples, console = examples or some_rows(), Console(file=told or io.StringIO(), width=300)
     batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps, workers=workers)
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
     configured = chosen.callback_instances()
     chosen.callback_instances = lambda: [*configured, *callbacks]  # type: ignore[method-assign]
     data = DistillDataModule(batches, some_rows(4))
-    return fit(module, data, chosen, folder / "work", name="x", console=Console(quiet=True), logger=logger)[0]
+    return fit(module, data, chosen, folder / "work", name="x", console=console, logger=logger)[0]
 
 
 def next_tokens(tiny: Any, steps: int = 9) -> CausalLMModule:
@@ -356,21 +338,10 @@ def test_a_line_says_which_share_of_the_weights_a_number_format_does_not_let_mov
             weight.uniform_(0, 2**-7, generator=generator)
     assert unmoved(model, 1e-5, "bf16-true") == pytest.approx(0.5, abs=0.05)
     assert unmoved(model, 1e-5, "bf16-mixed") == unmoved(model, 1e-3, "bf16-true") == 0
-    text, rows = io.StringIO(), some_rows(8)
-    module = CausalLMModule(model, TrainingSettings(steps=1, batch_size=4, lr=1e-5), 1)
-    batches = TrainingBatches(rows, Schedule(rows.lengths, 4, seed=0), 1)
-    settings = TrainerSettings(accelerator="cpu", precision="bf16-true")
-    fit(
-        module,
-        DistillDataModule(batches, rows),
-        settings,
-        tmp_path,
-        name="draft",
-        console=Console(file=text, width=300),
-    )
-    assert re.search(
-        r"(4|5)\d% of the weights cannot move in bf16-true.* Set trainer.precision to bf16-mixed", text.getvalue()
-    )
+    module, told = CausalLMModule(model, TrainingSettings(steps=1, batch_size=4, lr=1e-5), 1), io.StringIO()
+    fitted(module, tmp_path, told=told, precision="bf16-true")
+    words = r"(4|5)\d% of the weights cannot move in bf16-true.* Set trainer.precision to bf16-mixed"
+    assert re.search(words, told.getvalue())
 
 
 def test_of_validations_that_are_equal_in_float32_the_first_is_the_best(tiny, tmp_path, monkeypatch) -> None:
@@ -381,16 +352,6 @@ def test_of_validations_that_are_equal_in_float32_the_first_is_the_best(tiny, tm
     fitted(module := next_tokens(tiny), tmp_path, seen, extra={"log_every_n_steps": 0})
     weights = module.model.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in seen.weights[3].items())
-
-
-def test_a_target_is_on_the_device_before_validation(tiny, tmp_path, monkeypatch) -> None:
-    events = []
-    for name in ("to", "rows"):
-        usual = getattr(Signal, name)
-        monkeypatch.setattr(Signal, name, lambda *a, name=name, usual=usual: events.append(name) or usual(*a))
-    draft = LanguageModelDraft(copy.deepcopy(tiny("llama")).requires_grad_(True), 5)
-    fitted(DistillModule(draft, Signal(tiny("llama", seed=4)), TRAINING, 1), tmp_path)
-    assert events[:2] == ["to", "rows"]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -417,22 +378,16 @@ def full(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        (full, "No space left on device"),
-        (lambda _: os._exit(1), "exited unexpectedly|timed out after 2 s"),  # the latter where it died at once
-        (lambda _: threading.Event().wait(), "timed out after 1 s"),
-    ],
+    ("act", "words"), [(full, "No space left on device"), (lambda _: threading.Event().wait(), "timed out after 1 s")]
 )
-def test_a_loader_s_process_that_dies_or_stalls_ends_the_training_with_its_words(
+def test_a_loader_s_process_that_fails_or_stalls_ends_the_training_with_its_words(
     act, words: str, tiny, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("distill.data.dataset.STALL", 2 if "exited" in words else 1 if "timed" in words else 600)
+    monkeypatch.setattr("distill.data.dataset.STALL", 1 if "timed" in words else 600)
     monkeypatch.setattr(torch.Tensor, "share_memory_", act)
-    with pytest.raises(
-        UserError, match=rf"data.loader_workers failed \(.*({words}).*set it to 0, or make /dev/shm larger"
-    ):
-        fitted(next_tokens(tiny), tmp_path, workers=2)
+    told = rf"data.loader_workers failed \(.*{words}.*set it to 0, or make /dev/shm larger"
+    with pytest.raises(UserError, match=told):
+        fitted(next_tokens(tiny), tmp_path, workers=1)
 
 
 def test_losses_that_are_no_numbers_end_the_training(tiny, tmp_path) -> None:
@@ -494,35 +449,18 @@ def test_a_module_made_from_names_trains_with_any_loader_and_is_read_from_its_ch
     assert 0 < module.selected < 0.5 * sum(int((batch["labels"] >= 0).sum()) for batch in batches)
     assert module.history[-1]["step"] == 4
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    again = DistillModule.load_from_checkpoint(tmp_path / "x.ckpt")
-    assert (again.steps, again.settings, again.training_settings) == (4, module.settings, module.training_settings)
-    for name, weight in module.model.state_dict().items():
-        assert torch.equal(again.model.state_dict()[name], weight)
-    assert any(not torch.equal(before[name], weight) for name, weight in again.model.state_dict().items())
+    weights = copy.deepcopy(module.model.state_dict())
+    assert any(not torch.equal(before[name], weight) for name, weight in weights.items())
+    poison(module)
+    objects = {"draft": module.draft, "signal": module.signal, "reference": module.reference}
+    for given in ({}, objects):
+        again = DistillModule.load_from_checkpoint(tmp_path / "x.ckpt", **given)
+        assert (again.steps, again.settings, again.training_settings) == (4, module.settings, module.training_settings)
+        assert all(torch.equal(again.model.state_dict()[name], weight) for name, weight in weights.items())
+    assert again.signal is module.signal
     poison(module)
     with pytest.raises(UserError, match=r"the loss is NaN or infinite at step \d, precision 32-true: lower the"):
         trainer_of_ones_own(tmp_path).fit(module, loader)
-
-
-def test_a_module_of_objects_is_read_from_its_checkpoint_with_the_same_objects(tiny, tmp_path) -> None:
-    draft, target = draft_of("dspark", in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64)))
-    loader: Any = DataLoader([padded_left(everything(some_rows(4)))] * 2, batch_size=None)  # type: ignore[arg-type]
-    module = DistillModule(draft, target, TRAINING, 2, seed=3)
-    trainer = trainer_of_ones_own(tmp_path, precision="64-true")
-    trainer.fit(module, loader)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    weights = copy.deepcopy(module.model.state_dict())
-    poison(module)
-    again = DistillModule.load_from_checkpoint(tmp_path / "x.ckpt", draft=draft, signal=target)
-    assert (again.seed, again.steps) == (3, 2)
-    assert all(torch.equal(weight, weights[name]) for name, weight in again.model.state_dict().items())
-
-
-def test_a_callback_that_needs_a_logger_finds_one_without_a_tracker(tiny, tmp_path) -> None:
-    module = next_tokens(tiny, 3)
-    fitted(module, tmp_path, callbacks=[{"class_path": "LearningRateMonitor"}], extra={"log_every_n_steps": 1})
-    (monitor,) = (each for each in module.trainer.callbacks if isinstance(each, LearningRateMonitor))  # type: ignore[attr-defined]
-    assert monitor.lrs
 
 
 def test_sigterm_ends_after_the_step_and_the_training_goes_on_there(tiny, tmp_path) -> None:

@@ -4,7 +4,7 @@
     x = torch.ones(3, device="cuda")
     with pretended_cuda.Watch("/path/of/the/code") as watch:
         (x + 1).sum().item()
-    print(watch.launches, watch.waits, watch.table())  # 2, 1, and the lines that caused them
+    print(watch.kinds, watch.table(1))  # two launches and a wait, and the lines that caused it
 
 Tests run on it with ``pytest --device pretended [--devices 2]``.
 

@@ -77,12 +77,10 @@ def without_device_check() -> list[str]:
     return ["aten::" + re.match(r"- func: ([\w.]+)|", entry)[1] for entry in entries]  # type: ignore[index]
 
 
-def install(devices: int = 1, backend: str | None = None) -> None:
+def install(devices: int = 1) -> None:
     """Pretends devices until the process ends.
 
-    Args:
-        devices: how many.
-        backend: of `torch.compile`, such as ``"eager"``, which shows graph breaks; None: functions stay as they are.
+    `torch.compile` returns functions as they are.
 
     Raises:
         RuntimeError: the machine lacks something (`build.missing`), or another number is pretended already.
@@ -97,12 +95,10 @@ def install(devices: int = 1, backend: str | None = None) -> None:
     kernels = build.load_kernels()
     kernels.start(devices, without_device_check())
     _answer_torch_cuda(devices)
-    compile_, create = torch.compile, torch._C.StorageBase.__new__
+    create = torch._C.StorageBase.__new__
 
     def compile_without_triton(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return lambda function: compile_without_triton(function, **options)
-        return model if backend is None else compile_(model, **options | {"backend": backend})
+        return (lambda function: function) if model is None else model
 
     def new_storage(cls: Any, *size: Any, device: Any = None, **options: Any) -> Any:  # a CPU-only build refuses
         if device is None or torch.device(device).type != "cuda":

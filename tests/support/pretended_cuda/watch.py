@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-WAITS = ("sync", "h2d", "event")
 HERE, PACKAGES, UNFUSED = str(Path(__file__).parent), "site-packages/", "/flex_attention.py"
 watches: list["Watch"] = []
 
@@ -21,18 +20,15 @@ class Watch:
 
     Args:
         root: folder of the code whose lines are named.
-        lines: True names the lines of waits and copies, ``"all"`` those of launches too, False none.
 
     Attributes:
         kinds: number of events by kind.
-        ops: number of events by kind and operator.
-        places: number of events by kind, line and operator.
+        places: number of waits and copies by kind, line and operator.
     """
 
-    def __init__(self, root: str | Path = "/", lines: bool | str = True) -> None:
-        self.root, self.lines = str(root).rstrip("/") + "/", lines
+    def __init__(self, root: Path) -> None:
+        self.root = f"{root}/"
         self.kinds: Counter[str] = Counter()
-        self.ops: Counter[tuple[str, str]] = Counter()
         self.places: Counter[tuple[str, str, str]] = Counter()
 
     def __enter__(self) -> "Watch":
@@ -51,12 +47,11 @@ class Watch:
 
     def hear(self, kind: str, op: str) -> None:
         """Counts an event."""
-        if self.lines == "all" or (self.lines and kind != "launch"):
+        if kind != "launch":
             place, fusible = self.place()
-            kind = "unfused" if fusible and kind in WAITS else kind
+            kind = "unfused" if fusible and kind in ("sync", "h2d", "event") else kind
             self.places[kind, place, op] += 1
         self.kinds[kind] += 1
-        self.ops[kind, op] += 1
 
     def place(self) -> tuple[str, bool]:
         """The innermost line below the root, with the line of another package that it called; if in flex attention."""
@@ -72,18 +67,8 @@ class Watch:
             frame = frame.f_back
         return f"backward{package}", fusible  # the thread in which PyTorch computes gradients has no line of ours
 
-    @property
-    def launches(self) -> int:
-        """Launched kernels."""
-        return self.kinds["launch"]
-
-    @property
-    def waits(self) -> int:
-        """How often the host waited, for results, before copies to the device and for events."""
-        return sum(self.kinds[kind] for kind in WAITS)
-
-    def table(self, per: float = 1, most: int = 40) -> str:
+    def table(self, per: float) -> str:
         """The events by kind, and the lines that caused most, divided by ``per``."""
         head = ", ".join(f"{kind} {count / per:.1f}" for kind, count in self.kinds.most_common())
-        lines = [f"{count / per:9.2f}  {' '.join(place)}" for place, count in self.places.most_common(most)]
+        lines = [f"{count / per:9.2f}  {' '.join(place)}" for place, count in self.places.most_common(40)]
         return "\n".join([head, *lines])
