@@ -352,6 +352,7 @@ def test_servers_that_are_not_there_or_say_neither_ids_nor_their_number_are_refu
 
 def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empty(tmp_path) -> None:
     settings = begun(answering(tmp_path, max_new_tokens=8))
+    del settings.drafts["adaspec"]
     settings.training.steps, server = 3, settings.teacher.engine
     good = StatesServer(Run(settings).load_target().eval(), [2], tmp_path)
     server.in_flight = 1
@@ -423,13 +424,18 @@ def test_mixing_is_by_sample_in_the_share_asked_for(tiny) -> None:
     assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
 
 
-@pytest.mark.parametrize(("share", "source", "signal"), [(1.0, "dataset", "hidden"), (0.5, "target", "online")])
-def test_a_killed_run_ends_with_the_same_weights(tmp_path, share: float, source, signal) -> None:
+@pytest.mark.parametrize(
+    ("share", "source", "signal", "stage", "step"),
+    [(1.0, "dataset", "hidden", "adaspec", 11), (0.5, "target", "online", "distillspec", 7)],
+)
+def test_a_killed_run_ends_with_the_same_weights(tmp_path, share: float, source, signal, stage: str, step: int) -> None:
+    """It is killed between two refreshes, and after the last one."""
     settings = begun(tiny_settings(tmp_path / "undisturbed"))
+    if stage == "distillspec":
+        del settings.drafts["adaspec"]
     responses = {"source": source, "max_new_tokens": 4, "refresh_every": 4, "batch_size": 8}
     settings.teacher.responses, settings.teacher.signal = ResponseSettings(**responses), signal
     for draft in settings.drafts.values():
         draft.on_policy = share
     run_tiny(settings)
-    # between two refreshes, and after the last one
-    check_killed_ends_alike(settings, tmp_path / "killed", {"distillspec": 7, "adaspec": 11})
+    check_killed_ends_alike(settings, tmp_path / "killed", {stage: step})

@@ -52,7 +52,8 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    settings = altered(settings_of("ddp", folder, 2), name="command", evaluation=False)
+    longer = dict.fromkeys(("target__training__steps", "student__training__steps", "training__steps"), 3)
+    settings = altered(settings_of("ddp", folder, 2), name="command", evaluation=False, **longer)
     del settings.drafts["adaspec"]
     write_settings(settings, folder / "command.yaml")
     (Run(settings).work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it
