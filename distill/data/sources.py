@@ -81,7 +81,8 @@ class SourceRows:
         self.notes += sentences(split, left_out)
         for reason, row, detail in left_out:
             if reason.endswith(" dropped"):
-                self.dropped.append({"split": split, "row": row, "reason": reason, "detail": detail})
+                why = reason.removesuffix(" dropped")
+                self.dropped.append({"split": split, "row": row, "reason": why, "detail": detail})
 
 
 def plain_rows(rows: Sequence[Row]) -> Dataset:

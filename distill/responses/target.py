@@ -154,7 +154,7 @@ class Conversations:
             turns.append(_shared(place / f"turn-{len(turns)}.arrow", TURNS, self.following(turns[-1], answers)))
         for reason, chats in self.lost.items():
             if reason:
-                self.run.line(f"{title}: {chats} chats lose their later turns, {reason}")
+                self.run.line(f"{title}: {chats} chats are cut before a later turn, {reason}")
         self.empty, self.asked = ranks.exchange((self.empty, self.asked))[0]  # counted by the first process
         if self.empty:
             self.run.line(f"{self.empty} of {self.asked} responses are empty, and nothing of them is learned")

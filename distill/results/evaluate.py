@@ -186,8 +186,7 @@ def _texts(models: Mapping[str, DraftModel], by_draft: ByDraft, lengths: Sequenc
 
 
 def by_position(offline: Sequence[float], validation: Mapping[str, float], decoded: Sequence[Row]) -> list[Row]:
-    """Returns the greedy acceptance of each drafted token; a language model has one number offline, for all of them."""
-    offline = [*offline] * max(1, len(decoded)) if len(offline) == 1 else offline
+    """Returns the greedy acceptance of each drafted token; offline a language model's is measured for the first one."""
     pairs = zip_longest(offline, (row["conditional"] for row in decoded))
     columns = "position", "validation", "offline", "decoded"
     return [

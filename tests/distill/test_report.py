@@ -173,7 +173,7 @@ def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path
     offline = row["offline_alpha_greedy"]
     first, *later = row["acceptance"]
     assert (first["offline"], first["validation"]) == (offline, run.best(name)[0]["agreement"])
-    assert all(row["offline"] == offline for row in later)
+    assert [row["offline"] for row in later] == [None] * 3
     trained = serving_facts(run.load_target(), run.target, run.tokenizer, chat=False)
     assert profile["trained_with"] == report["trained_with"] == trained
 

@@ -10,7 +10,6 @@ from families import ARCHITECTURES, build_architecture
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.eagle import output_head
@@ -38,8 +37,8 @@ NO_TREES = {*("Llama 4, temperature tuning", "GPT-Neo", "BLOOM", "MPT", "Falcon,
 
 DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
 GENERATED = "<!-- written by: python tests/support/architectures.py -->\n"
-GROUPS = ("Attention alone", "Mixture of experts", "Recurrent and hybrid", "Refused")
-COLUMNS = ("chains", "trees", "batches", "fast forward", "drafts", "heads", "LayerSkip")
+GROUPS = ("Attention", "Recurrent and hybrid", "Refused")
+COLUMNS = ("trees", "fast forward", "drafts", "heads", "LayerSkip")
 
 
 @dataclass
@@ -71,9 +70,8 @@ def opened(name: str, model: PreTrainedModel) -> Opened:
     """What opening a model for decoding, and starting each kind of training with it, come to."""
     made: list[Any] = []
     if why := refusal(lambda: made.append(open_runner(model))):
-        return Opened(name, "Refused", {"chains": ("no", why)})
+        return Opened(name, "Refused", {"reason": (why, "")})
     runner = made[0]
-    experts = any("expert" in part for part, _ in model.named_modules())
 
     def answer(why: str, yes: str = "yes", no: str = "no") -> tuple[str, str]:
         return (no, why) if why else (yes, "")
@@ -86,15 +84,13 @@ def opened(name: str, model: PreTrainedModel) -> Opened:
         "trained only" if refusal(lambda: self_speculating(runner)) else "yes",
     )
     cells = {
-        "chains": ("yes", ""),
         "trees": answer(runner.tree_refusal),
-        "batches": ("in turn" if type(runner).forward is Model.forward else "together", ""),
         "fast forward": ("yes" if isinstance(runner, FastRunner) else "no", ""),
         "drafts": answer(untrained),
         "heads": heads,
         "LayerSkip": exits,
     }
-    return Opened(name, GROUPS[2 if runner.recurrent else experts], cells)
+    return Opened(name, GROUPS[runner.recurrent], cells)
 
 
 def table(lines: list[Opened]) -> str:
@@ -109,7 +105,7 @@ def table(lines: list[Opened]) -> str:
     text = ""
     for group in GROUPS:
         rows: dict[str, dict[str, list[str]]] = {}  # entries → family → its variants
-        columns = COLUMNS[:1] if group == "Refused" else COLUMNS
+        columns = ("reason",) if group == "Refused" else COLUMNS
         for architecture in (line for line in lines if line.group == group):
             family, _, variant = architecture.name.partition(", ")
             entries = " | ".join(cell(*architecture.cells[column]) for column in columns)

@@ -154,7 +154,7 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path) -> None:
     run, printed = bench(chatting(tmp_path, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
-    assert "12 chats lose their later turns, because a tool's recorded result does not fit" in printed.getvalue()
+    assert "12 chats are cut before a later turn, because a tool's recorded result does not fit" in printed.getvalue()
 
 
 def said(ids: list[int] | None, reason: str = "stop", **more: Any) -> Reply:

@@ -1,25 +1,117 @@
-"""Two processes, over gloo, end with the weights of one: DDP, FSDP, micro-batches, own texts, online."""
+"""Two processes, over gloo, end with the weights of one: DDP, FSDP, micro-batches, own texts, online; and refusals."""
 
 import json
+import multiprocessing
 import os
 import platform
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from distributed import FAST, WAYS, settings_of
+from families import build_tiny
+from pairs import make_tokenizer
+from rich.console import Console
 from safetensors.torch import load_file
-from tiny_run import altered, bench, run_tiny
+from tiny_run import altered, bench, given, run_tiny, tiny_settings
 
-from distill.pipeline import write_settings
-from distill.run import Run
+from decode.errors import UserError
+from distill import fingerprints, ranks
+from distill.__main__ import main as command
+from distill.config import Settings
+from distill.config.models import StudentSettings, TargetSettings
+from distill.pipeline import run_pipeline, write_settings
+from distill.run import Run, alone_in
+from distill.stages import run_stages
 
-HERE = Path(__file__).parents[2] / "support"
+WAYS = {  # changes of a run's settings
+    "ddp": {
+        "trainer__accumulate": 8,
+        "0__on_policy": 0.5,
+        "trainer__precision": "64-true",
+        "trainer__callbacks": [{"class_path": "LearningRateMonitor"}],  # which needs a logger on every rank
+    },
+    "fsdp": {"trainer__strategy": "fsdp", "teacher__signal": "online"},
+    "heads": {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64), "target__architecture__layers": 4},
+}
+WAYS["heads"] |= {"teacher__signal": "online", "trainer__precision": "64-true"}
+FAST = ("ddp", "fsdp")
+"""Trained by two processes; the others by four, in `make test-slow`."""
+
+
+def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
+    """A short run; so many processes train the same micro-batches as one, among whose tokens AdaSPEC selects.
+
+    In float64 rounding alone never decides which token is selected.
+    """
+    changes = {"trainer__accumulate": 4, "trainer__strategy": "ddp", "trainer__devices": processes} | WAYS[way]
+    changes["trainer__accumulate"] //= processes
+    if processes == 1:
+        changes |= {"trainer__strategy": "auto", "trainer__devices": 1}
+    settings = altered(tiny_settings(folder, name=way), trainer__validate_every=2, **changes)
+    settings.teacher.responses.max_new_tokens = 8
+    for training in (settings.target.training, settings.student.training, settings.training):
+        training.steps, training.warmup_steps, training.batch_size = 2, 1, 8
+    return settings
+
+
+def refuse(folder: Path, rank: int, world: int) -> None:
+    """Runs that cannot be made: one of the processes is on another disk, or lacks files that the first one has."""
+    ranks.SEEN = 0.0
+    rows, chats, machine = folder / "rows.jsonl", Path("chats.jsonl"), folder / f"machine{rank}"
+    rows.write_text('{"a": "b"}\n')
+    machine.mkdir()
+    os.chdir(machine)
+    if not rank:
+        tokenizer = make_tokenizer()
+        given(Path("target"), tokenizer, build_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=512))
+        chats.write_text('{"prompt": "a", "response": "b"}\n' * 80)
+    cases: dict[str, dict[str, Any]] = {
+        "disk": {"output_dir": str(folder / f"disk{rank}")},
+        "model": {"target": TargetSettings(kind="as_is", model="./target")},
+        "file": {"data__files": {"train": str(chats)}},
+        "corpus": {"data__source": str(rows)},
+        "all": {"trainer__attention": "flash_attention_2"},
+    }
+    usual, told = partial(settings_of, "ddp", folder / "refused", world), {}
+    if not rank:
+        write_settings(usual(), Path("settings.yaml"))
+    try:
+        command(["--config", "settings.yaml"])  # before the processes have joined
+    except UserError as error:
+        told["settings"] = str(error)
+    for name, changes in cases.items():
+        try:
+            run_pipeline(altered(usual(), **changes), Console(quiet=True))
+        except UserError as error:
+            told[name] = str(error)
+    (folder / f"refusals-{rank}.json").write_text(json.dumps(told))
+
+
+def work(folder: Path, ways: Iterable[str], rank: int, environment: dict[str, str]) -> None:
+    """One of several processes, which trains in these ways, one after another."""
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    world = int(environment["WORLD_SIZE"])
+    for way in ways:
+        if way == "refusals":
+            refuse(folder, rank, world)
+            continue
+        if way == "command":
+            with (folder / f"printed-{rank}.txt").open("w") as file, redirect_stdout(file):
+                command(["--config", str(folder / "command.yaml")])
+            continue
+        run = Run(settings_of(way, folder / "several", world), Console(quiet=rank > 0))
+        ranks.start(run.settings.trainer)
+        with alone_in(run):
+            made = run_stages(run)
+            fingerprints.VERSION += rank  # as where a machine has copies of the same models, of another time
+            assert not run_stages(run)
+        (folder / f"{way}-{rank}.json").write_text(json.dumps(made))
 
 
 def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200) -> Path:
@@ -27,23 +119,21 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1]))), "OMP_NUM_THREADS": "1",
+    environment = {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
-    command = [sys.executable, str(HERE / "distributed.py"), str(folder), ",".join(ways)]
-    places = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env=place, **piped) for place in places]
+    fork = multiprocessing.get_context("fork")  # which imports nothing again
+    processes = [fork.Process(target=work, args=(folder, ways, rank, environment)) for rank in range(world)]
+    for process in processes:
+        process.start()
     try:
-        printed = [process.communicate(timeout=seconds)[0] for process in processes]
+        for process in processes:
+            process.join(seconds)
+        assert [process.exitcode for process in processes] == [0] * world
     finally:
         for process in processes:
             process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(printed)
-    for rank, text in enumerate(printed):
-        (folder / f"printed-{rank}.txt").write_text(text)
     assert not list(folder.rglob(".tmp-*"))
     assert not list((folder / "several").rglob("*.ckpt"))  # checkpoints of finished stages
     return folder
@@ -52,8 +142,7 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    longer = dict.fromkeys(("target__training__steps", "student__training__steps", "training__steps"), 3)
-    settings = altered(settings_of("ddp", folder, 2), name="command", evaluation=False, **longer)
+    settings = altered(settings_of("ddp", folder, 2), name="command", evaluation=False)
     del settings.drafts["adaspec"]
     write_settings(settings, folder / "command.yaml")
     (Run(settings).work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it
