@@ -1,6 +1,7 @@
 """A few examples of random ids, and settings to train on them."""
 
 import atexit
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from datasets import Dataset
+from pandas import DataFrame
 
 from decode.incoming import LeftOut, usable
 from decode.measure.suites import Row
@@ -95,6 +97,22 @@ def made_of(row: Row, tokenizer: Any, *beside: Row, chat: bool = True, **setting
     plain = [empty | made | {"number": number} for number, made in usable([row], left_out, shape)]
     examples, notes = made_of_plain(plain, tokenizer, given, chat=chat)
     return examples, [(reason, detail) for reason, _, detail in left_out] + notes
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> str:
+    """A file of rows in the format that its name ends with; returns its path."""
+    match path.suffix:
+        case ".parquet":
+            DataFrame(rows).to_parquet(path)
+        case ".csv":
+            DataFrame(rows).to_csv(path, index=False)
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".txt":
+            path.write_text("\n".join(row["text"] for row in rows))
+        case _:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def taught(tokenizer: Any, examples: Iterable[Any]) -> list[tuple[str, list[str]]]:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from some_rows import prompts_of
+from some_rows import prompts_of, write_rows
 from tiny_run import Killed, bench, random_target, tiny_settings
 from tokenizers_of_kinds import with_start
 
@@ -117,24 +117,23 @@ def test_splits_have_as_many_prompts_as_asked_for_none_twice_and_more_training_l
 
 
 def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_rest(tmp_path) -> None:
-    path = tmp_path / "mine.jsonl"
     mine = [{"question": f"What would you do with {i} kinds of wood number {i * i}?"} for i in range(5, 14)]
     rows = [*mine, mine[3], {"other": 1}, HALF, {"question": "Tell me all about topic0 and topic0s friend topic0a!"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits, notes = prompt_rows(settings(file=str(path)), 0, samples())
+    path = write_rows(tmp_path / "mine.jsonl", rows)
+    splits, notes = prompt_rows(settings(file=path), 0, samples())
     assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
     of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
     assert of_file == [2, 2, 6]
     assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
     told = "1 row without a prompt dropped (row 11)", "1 row with a lone surrogate dropped (row 12)"
     assert notes[:3] == [f"data.prompts.file: {note}" for note in (*told, "10 used, 1 dropped as repetitions")]
-    few = settings(file=str(path))
+    few = settings(file=path)
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
     alone, other = (prompt_rows(few, seed, None)[0] for seed in (0, 1))
     assert [len(alone[split]) for split in ORDER] == [2, 2, 4]
     assert texts(other["train"]) != texts(alone["train"])
     with pytest.raises(UserError, match=r"no target is named: give target\.model"):
-        prompt_rows(settings(file=str(path)), 0, None)
+        prompt_rows(settings(file=path), 0, None)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +141,11 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
     [
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
         ({"question": "Why? "}, "Why?"),
-        ({"prompt": "Why?"}, "Why?"),
         ({"conversations": [{"from": "human", "value": "Why?"}]}, "Why?"),
         ({"turns": ["Why?", "And then?"]}, "Why?"),
         ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, "Why?"),
         ({"messages": [{"role": "assistant", "content": "So."}]}, None),
         ({"text": "Why?"}, "Why?"),
-        ({"other": "Why?"}, None),
         ({"question": "Why?", "context": "Rain."}, None),
     ],
 )

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
-from some_rows import made_of, made_of_plain, taught
+from some_rows import made_of, made_of_plain, taught, write_rows
 from tokenizers_of_kinds import with_start
 
 from decode.errors import UserError
@@ -116,8 +116,7 @@ def test_a_row_teaches_the_same_in_every_format(tmp_path: Path, monkeypatch: pyt
     filled = [{name: row.get(name) for name in ("messages", "tools", "chat_template_kwargs")} for row in SEVERAL]
     maps = with_maps(filled)
     parquet = {"structs": pyarrow.Table.from_pylist(filled), "maps": maps, "messages": with_mapped_messages(SEVERAL)}
-    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SEVERAL))
-    (tmp_path / "r.json").write_text(json.dumps(SEVERAL))
+    write_rows(tmp_path / "r.json", SEVERAL)
     for name, content in parquet.items():
         pyarrow.parquet.write_table(content, tmp_path / f"{name}.parquet")
     for name, new in {"f": pyarrow.ipc.new_file, "s": pyarrow.ipc.new_stream}.items():
@@ -125,7 +124,7 @@ def test_a_row_teaches_the_same_in_every_format(tmp_path: Path, monkeypatch: pyt
             writer.write_table(maps)
     hub = DatasetDict(train=Dataset.from_list(filled, on_mixed_types="use_json"))
     monkeypatch.setattr("distill.data.sources.load_hub", lambda *_: hub)
-    plain = told_of(tmp_path / "r.jsonl")
+    plain = told_of(write_rows(tmp_path / "r.jsonl", SEVERAL))
     assert len(plain) == 3
     assert sum(prompt.startswith('<mood>good<tool>{"type": "function"') for prompt, _ in plain) == 1
     answers = [text for _, texts in plain for text in texts]
@@ -262,7 +261,6 @@ def test_a_pair_of_plain_text_has_no_place_for_other_columns_and_templates_may_l
 def test_models_keep_whether_their_rows_were_chats_whatever_the_setting(tmp_path, column, setting, chat) -> None:
     turns = [[ASK | {"content": f"What is {n}?"}, SAY] for n in range(40)]
     rows = [{column: turn if chat else turn[0]["content"] * 90} for turn in turns]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = DataSettings(source=str(tmp_path / "rows.jsonl"), max_length=2000, chat=setting)
+    settings = DataSettings(source=write_rows(tmp_path / "rows.jsonl", rows), max_length=2000, chat=setting)
     made = load_corpus(settings, seed=0, folder=None, tokenizer=tokenizer_of())
     assert made.tokenizer.init_kwargs[TRAINED]["chat"] is made.chat is chat

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from some_rows import made_of, prompts_of, spans, taught
+from some_rows import made_of, prompts_of, spans, taught, write_rows
 from tokenizers import AddedToken
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 
@@ -337,9 +337,8 @@ def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any]) -> None:
 
 
 def corpus_of_pairs(folder: Path, template: str | None, **settings: Any) -> Corpus:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f'{{"question": "{n}+1?", "answer": "2"}}\n' for n in range(20)))
-    given = DataSettings(source=str(path), **settings)
+    rows = [{"question": f"{n}+1?", "answer": "2"} for n in range(20)]
+    given = DataSettings(source=write_rows(folder / "rows.jsonl", rows), **settings)
     return load_corpus(given, seed=0, folder=None, tokenizer=with_start(template))
 
 

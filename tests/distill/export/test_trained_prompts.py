@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from some_rows import write_rows
 from tiny_run import bench, random_target, tiny_settings
 from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
@@ -25,10 +26,10 @@ ASKED = "How many apples?"
 def trained(folder: Path, kind: str, template: str | None, **data: Any) -> Run:
     """A run with an exported draft, of pairs with one question."""
     settings = tiny_settings(folder, target=random_target(folder / "model", with_start(template), num_hidden_layers=4))
-    files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    for number, path in enumerate(files.values()):
+    files = {}
+    for number, split in enumerate(("train", "validation", "test")):
         rows = [{"question": ASKED[number:], "answer": str(n)} for n in range(8)]
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[split] = write_rows(folder / f"{split}.jsonl", rows)
     settings.data = DataSettings(files=files, max_length=100, **data)
     settings.student.kind, settings.training.steps, settings.student.training.steps = kind, 3, 3
     settings.drafts = {"distillspec": settings.drafts["distillspec"]}

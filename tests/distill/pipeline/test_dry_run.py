@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pairs import make_tokenizer
 from rich.console import Console
-from some_rows import prompts_of
+from some_rows import prompts_of, write_rows
 from tiny_run import bench, random_target, tiny_settings
 
 from decode.commands.cli import parse
@@ -143,10 +143,9 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path, monkeypatch) -> None
 
 def test_the_recipe_for_ones_own_model_and_file_takes_another_kind_of_head(tmp_path) -> None:
     target = random_target(tmp_path / "own", make_tokenizer(chat=True)).model
-    says = lambda n: [{"from": "human", "value": f"Why {n}?"}, {"from": "gpt", "value": f"Because {n} is so."}]  # noqa: E731
-    chats = "".join(json.dumps({"conversations": says(number)}) + "\n" for number in range(200))
-    (tmp_path / "chats.jsonl").write_text(chats)
-    argv = ["--config", HEAD, "--data.source", str(tmp_path / "chats.jsonl"), f"--target.model={target}"]
+    turns = ([{"from": "human", "value": f"Why {n}?"}, {"from": "gpt", "value": f"It is {n}."}] for n in range(200))
+    chats = write_rows(tmp_path / "chats.jsonl", [{"conversations": turn} for turn in turns])
+    argv = ["--config", HEAD, "--data.source", chats, f"--target.model={target}"]
     argv += ["--student.kind", "dspark", "--output-dir", str(tmp_path)]
     argv += ["--trainer.precision", "bf16-mixed", "--target.dtype", "bfloat16"]  # what auto is where it is fast
     settings = parse(Settings, argv, foreign={"bench"})

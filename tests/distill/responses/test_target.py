@@ -1,6 +1,5 @@
 """Texts that the target writes, here or on servers, and the draft's own: the same ones again after a kill."""
 
-import json
 import re
 import shutil
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from serving import Reply, StatesServer, serving
-from some_rows import some_rows
+from some_rows import some_rows, write_rows
 from tiny_run import begun, bench, check_killed_ends_alike, random_target, run_tiny, tiny_settings
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
@@ -94,10 +93,10 @@ def chatting(folder: Path, history: str, *turns: dict[str, Any]) -> Settings:
     settings = answering(folder, max_new_tokens=5, temperature=0.0)
     settings.teacher.examples, settings.target = None, random_target(folder / "model", tokenizer)
     folder.mkdir(exist_ok=True)
-    files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    for split, path in files.items():
-        rows = [[{"role": "user", "content": f"{split}{n}"}, *turns] for n in range(12 if split == "train" else 2)]
-        Path(path).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    files = {}
+    for split, count in {"train": 12, "validation": 2, "test": 2}.items():
+        rows = [{"messages": [{"role": "user", "content": f"{split}{n}"}, *turns]} for n in range(count)]
+        files[split] = write_rows(folder / f"{split}.jsonl", rows)
     settings.data = DataSettings(files=files, max_length=200)
     return settings
 
