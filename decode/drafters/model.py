@@ -162,6 +162,7 @@ class ModelDrafter(Drafter):
         if watch is not None:
             watch.finish()
             lengths = [min(n, watch.lengths.get(i, n)) for i, n in enumerate(lengths)]
+            del columns[max(lengths) :]  # drafted before the host knew that all texts had ended
         if not columns:
             return Drafts.of([Draft(())] * count, device)
         tokens, probs, logits = (by_text(columns, name, count) for name in ("tokens", "probs", "logits"))

@@ -95,7 +95,9 @@ def texts(case: Case, warp: LogitsWarper, device: str, stores: Path) -> list[Tex
     return decode_texts(inputs.target, method, warp, PROMPTS, rngs=rngs, max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("case", with_ci([*CHAINS, *OTHERS], CHAINS[0], CHAINS[9], CHAINS[14], *OTHERS[1:4]), ids=named)
+@pytest.mark.parametrize(
+    "case", with_ci([*CHAINS, *OTHERS], CHAINS[0], CHAINS[3], CHAINS[9], CHAINS[14], *OTHERS[1:4]), ids=named
+)
 def test_greedy_texts_in_a_batch_are_the_cpus(case: Case, stores: Path) -> None:
     found, wanted = texts(case, LogitsWarper(), DEVICE, stores), greedy_texts()
     if not is_lossless(case.method, case.rule):

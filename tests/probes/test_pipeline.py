@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_run import tiny_settings
 
 from decode.errors import UserError
 from distill.run import Run, alone_in
+from probes import exit_search, fit
 from probes.__main__ import main
 from probes.features import exit_layers
 from probes.pipeline import run_probes
@@ -22,7 +24,7 @@ def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
     tiny = tiny_settings(folder, name=name)
     tiny.target.architecture.layers = 3
     tiny.target.layerskip.enabled = True
-    return ProbesSettings(**vars(tiny), probes=ProbeSettings(**COUNTS | {"max_new_tokens": 12} | probes))
+    return ProbesSettings(**vars(tiny), probes=ProbeSettings(**COUNTS | {"max_new_tokens": 8} | probes))
 
 
 def test_exits_outside_the_target_are_refused_before_it_is_trained(tmp_path) -> None:
@@ -32,6 +34,16 @@ def test_exits_outside_the_target_are_refused_before_it_is_trained(tmp_path) -> 
     assert exit_layers(4, [3, 1]) == [1, 3]
     with pytest.raises(UserError, match="no early exit"):
         exit_layers(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_settings() -> Iterator[None]:
+    """Two thresholds and lengths are tried, by probes of a few epochs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exit_search, "THRESHOLDS", (0.3, 0.8))
+        patch.setattr(exit_search, "LENGTHS", (2, 4))
+        patch.setattr(fit, "EPOCHS", 5)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +73,8 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert {"autoregressive", "layerskip", "draft-verify", "adaspeed", "adaspeed-probe"} <= methods
     assert all(row["lossless"] for row in report["self_speculation"])
     assert all(row["identical_to_target"] for row in report["self_speculation"] if row["temperature"] == 0)
-    assert {row["tried"] for row in report["self_speculation"]} == {8, None}
-    assert len(report["probe_settings"]["tried"]) == 8 * 2 * 5  # settings, modes, methods
+    assert {row["tried"] for row in report["self_speculation"]} == {4, None}
+    assert len(report["probe_settings"]["tried"]) == 4 * 2 * 5  # settings, modes, methods
     page = (run / "probes.html").read_text()
     tables = "Settings tried on validation prompts", "Scores on test prompts"
     command = f"draftsmith decode generate --target {run}/target --probes {run}/probes --method "
@@ -85,7 +97,7 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
 
     before, written = weights.read_bytes(), texts()
     next(iter(written)).unlink()  # as a kill leaves it
-    settings = settings_in(run.parent, modes=["greedy"])
+    settings = settings_in(run.parent, modes=["greedy"], layers=[1])
     for changed in (False, True):
         settings.target.training.steps += changed
         run_probes(settings, Console(quiet=True))

@@ -49,7 +49,8 @@ def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
 
     In float64 rounding alone never decides which token is selected.
     """
-    changes = {"trainer__accumulate": 4, "trainer__strategy": "ddp", "trainer__devices": processes} | WAYS[way]
+    usual = {"trainer__accelerator": "cpu", "trainer__accumulate": 4, "trainer__strategy": "ddp"}
+    changes = usual | {"trainer__devices": processes} | WAYS[way]
     changes["trainer__accumulate"] //= processes
     if processes == 1:
         changes |= {"trainer__strategy": "auto", "trainer__devices": 1}
