@@ -175,7 +175,7 @@ class Text:
             path = [place[node] for node in v.path if node in place]
             tested = len(path) + ((path[-1] if path else -1) in draft.parents)
             measured = [None if part is None else part[:tested] for part in (v.overlap, v.spent, v.distance)]
-            v, cut = Verified(path, v.token, *measured), cut or bool(ends)
+            v, cut = Verified(path, v.token, *measured), True
         r = Round(draft, v.path, v.token, new, cut, seconds, v.overlap, v.spent, v.distance)
         self.rounds.append(r)
         self.stop.observe(r)

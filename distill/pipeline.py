@@ -13,7 +13,7 @@ from decode.files import read_json, scratch_folder, write_json, write_text
 from decode.progress import working
 from distill import ranks
 from distill.config import Settings
-from distill.config.base import ENGINES, Values, change, refuse
+from distill.config.base import Values, change, refuse
 from distill.data.chat import show
 from distill.engine.check import holds
 from distill.engine.vllm import FOLDER, server_command, server_gpus
@@ -100,7 +100,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
 def check_command(settings: Settings, console: Console) -> None:
     """``draftsmith distill check-engine``: print the command of a server, then compare every layer."""
     elsewhere = not settings.teacher.in_engine
-    refuse(settings, (elsewhere, "teacher.signal", f"and check-engine is about {' and '.join(ENGINES)}: set it so"))
+    refuse(settings, (elsewhere, "teacher.signal", "and check-engine is about vllm: set it so"))
     run = Run(with_formats(settings), console)
     with alone_in(run):
         run_stages(run, ("target",), check=False)

@@ -42,7 +42,7 @@ from distill.data.prompts import BATCH, SAMPLING, PromptWriter
 from distill.data.writing import Served, Write, written_here
 from distill.engine.check import EVERY, AnswerCheck, check_states, holds
 from distill.engine.servers import Engine
-from distill.engine.states import StateFiles, layers_for
+from distill.engine.states import StateFiles
 from distill.files import files_state, only_one, remove, saved_step, sizes
 from distill.fingerprints import stage_fingerprints
 from distill.networks.lm_head import LMHead, check_head
@@ -346,8 +346,8 @@ class Run:
 
     @property
     def engine_layers(self) -> list[int]:
-        """The layers whose states an engine gives away."""
-        return layers_for(self.captured_layers, int(self.target_config.num_hidden_layers))
+        """The layers whose states an engine gives away: those that a head reads, and the last one's output."""
+        return sorted({*self.captured_layers, int(self.target_config.num_hidden_layers)})
 
     @property
     def as_it_is(self) -> bool:

@@ -114,7 +114,7 @@ def test_the_page_on_the_architecture_names_files_and_names_that_are_there() -> 
         for line in text.split("\n- "):
             spans = re.findall(r"`([^`]+)`", line)
             files = [span for span in spans if re.search(r"/|\.(py|yaml|csv)$", span)]
-            paths = [ROOT / ("" if re.match("decode/|tests/", file) else package) / file for file in files]
+            paths = [ROOT / ("" if re.match("decode/|distill/|tests/", file) else package) / file for file in files]
             assert all(path.exists() for path in paths), line
             code = "".join(file.read_text() for path in paths for file in (path, *path.glob("*.py")) if file.is_file())
             names = [span.split(".")[-1] for span in spans if span not in files and not span.startswith("--")]

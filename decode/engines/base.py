@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
 
 from decode.core.draft import Ids
 from decode.errors import UserError
@@ -18,6 +22,12 @@ NEUTRAL: Fields = {
     "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
 }  # fmt: skip
 """With top_p 1, the fields of a request that leave a distribution as it is, whatever a server's own defaults are."""
+CONNECT = 10.0  # seconds in which a connection is made
+STATUS = {
+    429: "busy", 503: "busy", 400: "refused", 413: "refused", 422: "refused", 401: "denied", 403: "denied",
+    404: "missing", 408: "late",
+}  # fmt: skip
+"""What an answer's status means: see `Failure.kind`."""
 FOLLOWING = "run `make engines` (serve-check takes another one by --program)"
 
 
@@ -37,6 +47,48 @@ class Engine:
     requests: int = 1  # most requests at a time
     seconds: float = 300.0  # time limit for loading, and for each text
     arguments: Sequence[str] = ()  # further ones of vLLM
+
+
+@dataclass
+class Failure(Exception):
+    """A request that failed."""
+
+    why: str  # what happened
+    # late, gone: no answer; busy: the server has too much to do; refused: it does not take this request; denied: it has
+    # another key; missing: it has no such path; wrong: it is another server; broken: another try may help
+    kind: str = "broken"
+    pause: float = 0.0  # seconds after which the server wants to be asked again
+
+
+def connect(url: str, seconds: float) -> httpx.Client:
+    """Connections to a server, whose key stands in OPENAI_API_KEY; a request has so many seconds."""
+    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
+    abroad = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
+    times = httpx.Timeout(seconds, connect=CONNECT)
+    return httpx.Client(base_url=url, timeout=times, headers=headers, limits=httpx.Limits(), trust_env=abroad)
+
+
+def ask(client: httpx.Client, path: str, body: Fields | None = None, **options: Any) -> httpx.Response:
+    """The answer to a request, which is a POST if it has a body; its status is 200.
+
+    Raises:
+        Failure: none came, or one with another status.
+    """
+    try:
+        answer = client.request("GET" if body is None else "POST", path, json=body, **options)
+    except httpx.TimeoutException as error:
+        raise Failure(f"no answer in time ({type(error).__name__})", "late") from error
+    except (httpx.HTTPError, RuntimeError) as error:  # the second: the client was closed
+        raise Failure(f"{type(error).__name__}: {error}", "gone") from error
+    if (status := answer.status_code) != 200:
+        kind, pause = STATUS.get(status, "broken" if status >= 500 else "wrong"), answer.headers.get("retry-after", "")
+        raise Failure(f"status {status}: {shown(answer)}", kind, float(pause) if pause.isdigit() else 0.0)
+    return answer
+
+
+def shown(answer: httpx.Response) -> str:
+    """The beginning of an answer, in one line."""
+    return " ".join(answer.text.split())[:300]
 
 
 def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> str:
@@ -60,6 +112,11 @@ def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> st
             "this name (--served-model-name)"
         )
     return found[0]
+
+
+def installed(made: Path) -> Path:
+    """A file that `make engines` makes: in the working directory if it is there, else in the checkout."""
+    return made.absolute() if made.is_file() else CHECKOUT / made
 
 
 def room_for(draft_length: int) -> int:

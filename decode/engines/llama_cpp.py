@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from decode.core.draft import Ids
-from decode.engines.base import CHECKOUT, FOLLOWING, Engine, EngineKind
+from decode.engines.base import FOLLOWING, Engine, EngineKind, installed
 from decode.errors import UserError
 from decode.files import Fields, read_model_json, write_safely
 
@@ -73,7 +73,7 @@ class LlamaCpp(EngineKind):
         self, call: Callable[..., Any], ids: Ids, budget: int, stop_ids: Sequence[int], sampling: Fields
     ) -> tuple[str, Fields]:
         # it stops at strings, not at ids, and shows special tokens only where they are preserved
-        texts = [call("POST", "/detokenize", json={"tokens": [i]}).json()["content"] for i in stop_ids]
+        texts = [call("/detokenize", {"tokens": [i]}).json()["content"] for i in stop_ids]
         stop = list(filter(None, texts))
         return "/completion", sampling | {
             "prompt": ids, "n_predict": budget, "top_k": 0, "samplers": ["temperature"], "return_tokens": True,
@@ -131,10 +131,11 @@ def find_converter() -> Path:
     Raises:
         UserError: it is not installed.
     """
-    for folder in (Path.cwd(), CHECKOUT):
-        if (folder / CONVERTER).is_file():
-            return folder / CONVERTER
-    raise UserError("GGUF files are written by llama.cpp's converter, which is not installed here; run `make engines`")
+    if not (script := installed(CONVERTER)).is_file():
+        raise UserError(
+            "GGUF files are written by llama.cpp's converter, which is not installed here; run `make engines`"
+        )
+    return script
 
 
 def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None) -> Path:
@@ -156,7 +157,7 @@ def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: 
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not output.is_file():
-            last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+            last = done.stderr.strip().rpartition("\n")[2] or "no message"
             raise UserError(
                 f"llama.cpp's converter refuses {folder}: {last}; check that the folder holds config.json and a "
                 "tokenizer of a family that llama.cpp supports (vLLM and transformers may take it as it is)"

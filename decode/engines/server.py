@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +24,14 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.core.draft import Ids, until_end
-from decode.engines.base import CHECKOUT, FOLLOWING, NEUTRAL, Engine, EngineKind, model_name
+from decode.engines.base import FOLLOWING, NEUTRAL, Engine, EngineKind, Failure, ask, connect, installed, model_name
 from decode.engines.check import Drafts, ServedText
 from decode.engines.llama_cpp import LlamaCpp
 from decode.engines.vllm import Vllm
 from decode.errors import UserError
-from decode.files import scratch_folder
+from decode.files import Fields, scratch_folder
 
 ENGINES: dict[str, EngineKind] = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
-LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-"""Environment variables by which torchrun's processes find each other; an engine must not see them."""
 SPIN = {"GOMP_SPINCOUNT", "DRAFTSMITH_SPINCOUNT"}  # set by `decode` itself, the first only where the user did not
 ANSWER = 120  # seconds in which a program has to print its version
 LAST = 2000  # characters of a failed engine's log that are shown
@@ -67,10 +65,9 @@ def check_engine(name: str, path: str | None = None, head: Any = None) -> str:
             next step.
     """
     kind = ENGINES[name]
-    places = [Path(path)] if path else [folder / kind.installed for folder in (Path.cwd(), CHECKOUT)]
-    program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
-    if program is None:
-        raise UserError(f"there is no program {places[0]} that can be run; {FOLLOWING}")
+    program = path or str(installed(kind.installed))
+    if not (os.path.isfile(program) and os.access(program, os.X_OK)):
+        raise UserError(f"there is no program {program} that can be run; {FOLLOWING}")
     asked = [program, *kind.version]
     try:
         done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER)
@@ -88,8 +85,8 @@ def free_port() -> int:
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's environment without what it or torchrun has set for itself, which an engine must not see."""
-    hidden = LAUNCHER | (SPIN if "DRAFTSMITH_SPINCOUNT" in os.environ else set())
+    """This process's environment without what it has set for itself."""
+    hidden = SPIN if "DRAFTSMITH_SPINCOUNT" in os.environ else set()
     return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
@@ -151,7 +148,8 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
     """
     port = free_port()
     url = engine.url or f"http://127.0.0.1:{port}"
-    with closing(Server(url, engine.name, engine.seconds, engine.target)) as server:
+    server = Server(url, engine.name, engine.seconds, engine.target)
+    with server.client:
         if engine.url is None:
             engine.program = engine.program or check_engine(engine.name)
             command, more = ENGINES[engine.name].command(engine, draft_length, port)
@@ -208,24 +206,21 @@ class Server:
 
     def __post_init__(self) -> None:
         self.kind = ENGINES[self.name]
-        self.client = httpx.Client(base_url=self.url, timeout=self.seconds, trust_env=False, limits=httpx.Limits())
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
+        self.client = connect(self.url, self.seconds)
 
     @cached_property
     def model(self) -> str:
         """The name by which it is asked for the target."""
-        models = self._call("GET", "/v1/models").json()["data"]
+        models = self._ask("/v1/models").json()["data"]
         return model_name(models, {self.target, Path(self.target).name}, self.url)
 
     def ready(self) -> bool:
         """Whether the server reports that it is healthy."""
         try:
-            return self.client.get("/health", timeout=2.0).status_code == 200
-        except httpx.HTTPError:
+            ask(self.client, "/health", timeout=2.0)
+        except Failure:
             return False
+        return True
 
     def write(
         self,
@@ -242,9 +237,9 @@ class Server:
         Its drafts are counted if it is `alone`; other requests may overlap, of several threads.
         """
         sampling = NEUTRAL | {"temperature": temperature, "seed": seed, "top_p": 1.0, "model": self.model}
-        path, body = self.kind.request(self._call, ids, max_new_tokens, stop_ids, sampling)
+        path, body = self.kind.request(self._ask, ids, max_new_tokens, stop_ids, sampling)
         before, began = self.settled() if alone else Metrics(), time.perf_counter()
-        answer = self._call("POST", path, json=body).json()
+        answer = self._ask(path, body).json()
         seconds = time.perf_counter() - began
         new, decode_seconds, ended = self.kind.answer(answer)
         if new is None:
@@ -256,7 +251,7 @@ class Server:
 
     def differs_in_ids(self, text: str, ids: Ids) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""
-        theirs = self._call("POST", "/tokenize", json=self.kind.tokenise(text)).json()["tokens"]
+        theirs = self._ask("/tokenize", self.kind.tokenise(text)).json()["tokens"]
         if not theirs or theirs == ids:
             return None
         return f"of {text[:40]!r}: {theirs[:8]} there, {ids[:8]} here"
@@ -266,7 +261,7 @@ class Server:
         now = None
         for _ in range(READINGS):
             time.sleep(SETTLED)
-            before, now = now, parse_metrics(self._call("GET", "/metrics").text)
+            before, now = now, parse_metrics(self._ask("/metrics").text)
             if now == before and now.tokens >= tokens:
                 return now
         raise UserError(
@@ -274,17 +269,11 @@ class Server:
             f"({now}): stop other clients that send requests, or restart the server with its statistics turned on"
         )
 
-    def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _ask(self, path: str, body: Fields | None = None) -> httpx.Response:
         try:
-            answer = self.client.request(method, path, **options)
-        except httpx.HTTPError as error:
+            return ask(self.client, path, body)
+        except Failure as failure:
             raise UserError(
-                f"{self.name} at {self.url} did not answer {path} within {self.seconds:.0f} s ({error}); is it running?"
-                " If it is slow, raise --timeout or lower --max-new-tokens"
-            ) from error
-        if answer.status_code != 200:
-            raise UserError(
-                f"{self.name} answered {path} with status {answer.status_code}: {answer.text[:400].strip()}; check "
-                "--url, --target and the server's log"
-            )
-        return answer
+                f"{self.name} at {self.url} did not answer {path}: {failure.why}; check --url, --target and the "
+                "server's log. If it is slow, raise --timeout or lower --max-new-tokens"
+            ) from failure

@@ -14,8 +14,6 @@ Precision = Literal[
     "transformer-engine-float16",
 ]  # fmt: skip
 Signal = Literal["hidden", "topk", "online", "vllm"]
-ENGINES = ("vllm",)
-"""Kinds of signal that a serving engine gives."""
 Split = Literal["train", "validation", "test"]
 
 SHARDED = ("fsdp",)

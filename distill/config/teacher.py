@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from jsonargparse.typing import PositiveInt
 
 from decode.options import Share, Temperature
-from distill.config.base import ENGINES, Signal
+from distill.config.base import Signal
 
 PLACES = (
     "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--gpu-memory-utilization",
@@ -80,7 +80,7 @@ class TeacherSettings:
     @property
     def in_engine(self) -> bool:
         """Whether the target stands in an engine, which gives its states."""
-        return self.signal in ENGINES
+        return self.signal == "vllm"
 
     @property
     def served(self) -> bool:

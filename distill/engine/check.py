@@ -5,7 +5,6 @@ from math import isfinite
 from pathlib import Path
 from statistics import NormalDist
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.models.api import free_memory
 from decode.models.sources import weight_files
 from distill.engine.states import StateFiles
 from distill.networks.layers import entering, final_norm
@@ -59,9 +59,10 @@ def check_states(
         say(f"states of {len(texts)} texts beside transformers', largest relative difference by layer: {shown}")
         if not quantised:
             refuse_differences(found, limit, name)
-    away = 0.0
+    head, norm, away = LMHead(parts), final_norm(parts), 0.0
     for ids, (answer, states) in zip(texts, answers):
-        ours = last_logits(parts, states[:-1]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        log_p = head(norm(states[:-1, -1].to(head.linear.weight))).float().log_softmax(-1)
+        ours = log_p.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         theirs = [row[str(i)]["logprob"] for row, i in zip(answer["prompt_logprobs"][1:], ids[1:])]
         away = max(away, float((ours - torch.tensor(theirs)).abs().mean()))
     if not away <= limit:
@@ -71,12 +72,6 @@ def check_states(
             f"revision is served than {name}, or the engine's class of it computes its logits otherwise"
         )
     say(f"log-probabilities from the engine's last state are {away:.1e} (mean) away from its own")
-
-
-def last_logits(parts: PreTrainedModel, states: Tensor) -> Tensor:
-    """The logits of states ``[tokens, layers, width]``, of which the last layer's is read before the final norm."""
-    head = LMHead(parts)
-    return head(final_norm(parts)(states[:, -1].to(head.linear.weight))).float()
 
 
 class NoSamples(UserError):
@@ -113,7 +108,7 @@ class AnswerCheck:
         self.ends = torch.tensor(list(ends), dtype=torch.long)
         self.slack = SLACK * (5 if quantised else 1)
         self.sums: Tensor | None = None  # on the device: texts would wait for it otherwise
-        self.texts, self.told = 0, False
+        self.texts, self.tokens, self.told = 0, 0, False
 
     @torch.no_grad()
     def add(self, head: LMHead, hidden: Tensor, tokens: Tensor, texts: int) -> None:
@@ -123,10 +118,10 @@ class AnswerCheck:
         """
         if self.texts >= self.most:
             return
-        weight = head.linear.weight
-        count, self.ends = rows_at_once(head.vocab, weight.device), self.ends.to(weight.device)
-        self.texts += texts
-        for states, drawn in zip(hidden[:: self.every].split(count), tokens[:: self.every].split(count)):
+        weight, hidden, tokens = head.linear.weight, hidden[:: self.every], tokens[:: self.every]
+        rows, self.ends = rows_at_once(head.vocab, weight.device), self.ends.to(weight.device)
+        self.texts, self.tokens = self.texts + texts, self.tokens + len(tokens)
+        for states, drawn in zip(hidden.split(rows), tokens.split(rows)):
             logits = head(states.to(weight.device, torch.promote_types(states.dtype, weight.dtype))).float()
             sums = self.measured(logits, drawn.to(weight.device)[:, None])
             self.sums = sums if self.sums is None else self.sums + sums
@@ -134,14 +129,13 @@ class AnswerCheck:
     def measured(self, logits: Tensor, drawn: Tensor) -> Tensor:
         """Sums over rows of logits ``[rows, vocab]`` and the ids that followed them ``[rows, 1]``.
 
-        Greedy: rows, and those whose id is the most probable one. Otherwise: rows, f(x) − E_q[f], Var_q[f], and mean
-        and variance of the former if servers cut the distribution to its `TOP_K` most probable ids.
+        Greedy: rows whose id is the most probable one. Otherwise: f(x) − E_q[f], Var_q[f], and mean and variance of the
+        former if servers cut the distribution to its `TOP_K` most probable ids.
         """
         if self.warp.greedy:
             logits[:, self.ends] = logits[:, self.ends].amax(-1, keepdim=True)
             top = logits.amax(-1)
-            hits = logits.gather(1, drawn)[:, 0] >= top - TIE * top.abs()
-            return torch.stack([hits.new_ones(hits.shape).sum(), hits.sum()]).double()
+            return (logits.gather(1, drawn)[:, 0] >= top - TIE * top.abs()).double().sum()[None]
         log_p = (logits / self.warp.temperature).log_softmax(-1).clamp_min(LEAST)
         log_p[:, self.ends] = log_p[:, self.ends].logsumexp(-1, keepdim=True)
         q = self.warp(logits)
@@ -149,8 +143,7 @@ class AnswerCheck:
         best, ids = q.topk(min(TOP_K, q.shape[1]))
         cut_mean, cut_variance = _moments(best / best.sum(-1, keepdim=True), log_p.gather(1, ids))
         away = log_p.gather(1, drawn)[:, 0] - mean
-        columns = (torch.ones_like(away), away, variance, cut_mean - mean, cut_variance)
-        return torch.stack([column.double().sum() for column in columns])
+        return torch.stack([away, variance, cut_mean - mean, cut_variance]).double().sum(1)
 
     def judge(self, least: int = 1) -> None:
         """Refuse answers that do not fit, once there are as many as ``least`` or all; waits for the device.
@@ -160,19 +153,19 @@ class AnswerCheck:
         """
         if self.sums is None or self.texts < min(least, self.most):
             return
-        count, away, *rest = self.sums.tolist()
+        count, (away, *rest) = self.tokens, self.sums.tolist()
         if not isfinite(away):
             return  # which is refused where such states are kept or trained on
         if self.warp.greedy:
             share, right = 1 - 2 * self.slack, away / count
             fits = right >= share - ERRORS * (share * (1 - share) / count) ** 0.5 - MISSES / count
-            found = f"{right:.1%} of {count:.0f} tokens are the target's most probable ones"
+            found = f"{right:.1%} of {count} tokens are the target's most probable ones"
             expected = f"at least {share:.0%}"
         else:
             variance, cut, cut_variance = rest
             limit = ERRORS * variance**0.5 + self.slack * count + FEW
             fits = abs(away) <= limit
-            found = f"the log-probabilities of {count:.0f} tokens are {away / count:+.3f} a token from what is expected"
+            found = f"the log-probabilities of {count} tokens are {away / count:+.3f} a token from what is expected"
             power = NormalDist().cdf((abs(cut) - limit) / max(cut_variance, 1e-9) ** 0.5)
             expected = f"at most {limit / count:.3f}; servers with top_k {TOP_K} would be found with {power:.1%}"
         if not fits:
@@ -197,10 +190,8 @@ def _moments(p: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def holds(folder: Path, device: torch.device) -> bool:
     """Whether a device has room for the model in a folder beside what is there."""
-    size = sum(file.stat().st_size for file in weight_files(folder))
-    if device.type == "cuda":
-        return size < 0.9 * torch.cuda.mem_get_info(device)[0]
-    return 2 * size < 0.5 * psutil.virtual_memory().available  # files may hold half as many bytes as float32 takes
+    share = 0.9 if device.type == "cuda" else 0.25  # there files may hold half as many bytes as float32 takes
+    return sum(file.stat().st_size for file in weight_files(folder)) < share * free_memory(device)
 
 
 @torch.no_grad()

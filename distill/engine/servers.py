@@ -5,19 +5,17 @@ that fails is asked again, of another server where there is one; a server that f
 engine says is read in `distill.data.writing` (answers) and `distill.signal.engine` (hidden states).
 """
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from threading import Condition
-from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import httpx
 
-from decode.engines.base import NEUTRAL, model_name
+from decode.engines.base import NEUTRAL, Failure, ask, connect, model_name, shown
 from decode.errors import UserError
 from distill.config.teacher import EngineSettings
 
@@ -25,28 +23,23 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Answer = dict[str, Any]
 TRIES, PAUSE = 7, 0.5  # of a request or a server; seconds before the second try, doubled before each further one
-WAITING = 20  # tries of a server that has too much to do
+MOST = {"busy": 20, "refused": 1, "denied": 1, "missing": 1, "wrong": 1}
+"""Tries where a failure is of one of these kinds."""
 AGAIN = 60.0  # seconds until a server that has failed too often in a row is tried again
-ANSWER, CONNECT, LISTING = 600.0, 10.0, 30.0  # seconds in which a prompt is answered, a connection made, models named
-TRANSIENT = {408, 409, 425}  # and from 500 on: statuses that another try may change
+ANSWER, LISTING = 600.0, 30.0  # seconds in which a prompt is answered, and models named
 START = "start it with the target (docs/engines.md)"
 SLOW = "it has too much to do: lower teacher.engine.in_flight"
-KEPT = "What is finished is kept: run the same command again to continue"
-
-
-class Retry(Exception):
-    """What an answer lacks that another try may bring."""
-
-
-@dataclass
-class Failure(Exception):
-    """A request that failed."""
-
-    why: str  # what happened
-    advice: str  # the next step
-    # busy: the server has too much to do; refused: it does not take this request; lasting: nor any other one
-    kind: Literal["", "busy", "refused", "lasting"] = ""
-    pause: float = 0.0  # seconds after which the server wants to be asked again
+ADVICE = {
+    "late": SLOW,
+    "busy": SLOW,
+    "gone": f"{START}, or leave teacher.engine.urls out",
+    "refused": "where its texts are too long, start it with a longer --max-model-len, or lower data.max_length",
+    "denied": "put its key into OPENAI_API_KEY",
+    "missing": "its address has to end with /v1 (teacher.engine.urls)",
+    "wrong": START,
+    "broken": "its log says why",
+}
+"""The next step after a failure of each kind."""
 
 
 @dataclass
@@ -65,7 +58,7 @@ class Server:
     @property
     def lost(self) -> bool:
         """Whether it has failed too often in a row."""
-        return self.failures >= (WAITING if self.last and self.last.kind == "busy" else TRIES)
+        return self.last is not None and self.failures >= MOST.get(self.last.kind, TRIES)
 
 
 class Engine:
@@ -96,12 +89,12 @@ class Engine:
         self.most, self.workers = settings.in_flight, settings.in_flight * len(urls)
         self.names, self.length, self.say = names, length, say
         self.free, self.closed = Condition(), False
-        self.servers = [Server(_client(url), url) for url in urls]
+        self.servers = [Server(connect(url, ANSWER), url) for url in urls]
         for server in self.servers:
             try:
                 self._enter(server)
             except Failure as failure:
-                if failure.kind == "lasting":
+                if MOST.get(failure.kind) == 1:
                     self.close()
                     raise _error(server, failure) from failure
                 self._failed(server, failure, time.monotonic())
@@ -117,8 +110,12 @@ class Engine:
                 failed = f", then failed: {server.last.why}" if server.last else ""
                 self.say(f"{server.url} gave {server.answers:,} answers{failed}")
 
-    def complete(self, ids: Sequence[int], tries: int = TRIES, **how: Any) -> Answer:
-        """The answer of a server: its ``choices[0]``, with what else stands in it, and its ``url``.
+    def complete(
+        self, ids: Sequence[int], read: Callable[[Answer], Any] = lambda answer: answer, tries: int = TRIES, **how: Any
+    ) -> Any:
+        """What ``read`` makes of a server's answer: its ``choices[0]``, with what else stands in it, and its ``url``.
+
+        Another answer is asked for where ``read`` raises a `Failure`.
 
         Raises:
             UserError: The request, or every server, fails after all tries; with what the server says and the next step.
@@ -128,44 +125,22 @@ class Engine:
             server = self._next(failed[-1:])
             began = time.monotonic()
             try:
-                answer, choice = self.request(server, "choices", "completions", body)
+                if not server.name:
+                    self._enter(server)
+                answer, choice = _first("choices", ask(server.client, "completions", body | {"model": server.name}))
+                result = read(answer | choice | {"url": server.url})
                 self._answered(server)
-                return answer | choice | {"url": server.url}
+                return result
             except Failure as failure:
                 self._failed(server, failure, began)
                 failed += [server.url] * (failure.kind != "busy")
                 everywhere = all(each.lost or each.url in failed for each in self.servers)
-                if everywhere and (failure.kind == "refused" or len(failed) >= tries):
+                if everywhere and len(failed) >= min(tries, MOST.get(failure.kind, tries)):
                     raise _error(server, failure) from failure
             finally:
                 with self.free:
                     server.asked -= 1
                     self.free.notify_all()
-
-    def request(self, server: Server, key: str, path: str, body: Answer | None = None) -> Any:
-        """An answer of a server, and the first of the list that it has under a key.
-
-        Raises:
-            Failure: It does not answer so.
-        """
-        if not server.name and path != "models":
-            self._enter(server)
-        try:
-            if body is None:
-                answer = server.client.get(path, timeout=LISTING)
-            else:
-                answer = server.client.post(path, json=body | {"model": server.name})
-            if answer.status_code == 200:
-                values = answer.json()
-                return values, values[key][0]
-        except (KeyError, IndexError, TypeError) as error:
-            raise Failure(f"its answer has no {key}: {_short(answer)}", START, "lasting") from error
-        except httpx.TimeoutException as error:
-            raise Failure(f"no answer in time ({type(error).__name__})", SLOW) from error
-        except (httpx.HTTPError, ValueError, RuntimeError) as error:  # the last: the client was closed
-            why, advice = f"{type(error).__name__}: {error}", f"{START}, or leave teacher.engine.urls out"
-            raise Failure(why, advice) from error
-        raise _failure(answer)
 
     def _enter(self, server: Server) -> None:
         """Note the model of a server.
@@ -173,15 +148,18 @@ class Engine:
         Raises:
             Failure: It does not say, or the model is another one or takes shorter texts.
         """
-        models = self.request(server, "data", "models")[0]["data"]
+        models = _first("data", ask(server.client, "models", timeout=LISTING))[0]["data"]
         try:
             name = model_name(models, self.names, server.url)
         except UserError as error:
-            raise Failure(str(error), START, "lasting") from error
+            raise Failure(str(error), "wrong") from error
         context = next(model.get("max_model_len") for model in models if model.get("id") == name)
         if context is not None and context < self.length:
-            why = f"it serves texts of {context} tokens and data.max_length is {self.length}"
-            raise Failure(why, f"start it with --max-model-len {self.length}, or lower data.max_length", "lasting")
+            raise Failure(
+                f"it serves texts of {context} tokens and data.max_length is {self.length} (lower it, or start the "
+                f"server with --max-model-len {self.length})",
+                "wrong",
+            )
         server.name = name
 
     def _next(self, avoided: Collection[str] = ()) -> Server:
@@ -196,7 +174,7 @@ class Engine:
             while True:
                 if self.closed or all(server.lost for server in self.servers):
                     server = max(self.servers, key=lambda server: server.pause_ends)
-                    raise _error(server, server.last or Failure("it was closed", START))
+                    raise _error(server, server.last or Failure("it was closed", "wrong"))
                 now, room = time.monotonic(), [server for server in self.servers if server.asked < self.most]
                 if ready := [server for server in room if server.pause_ends <= now]:
                     server = min(ready, key=lambda server: (server.url in avoided, server.asked))
@@ -214,47 +192,36 @@ class Engine:
     def _failed(self, server: Server, failure: Failure, began: float) -> None:
         """Leave a server alone for a while; requests that were in flight together fail as one."""
         with self.free:
-            before, server.last = server.last and server.last.kind, failure
-            if began >= server.pause_ends and failure.kind != "refused":
-                goes_on = (before == "busy") == (failure.kind == "busy")
-                server.failures = TRIES if failure.kind == "lasting" else server.failures * goes_on + 1
-                pause = AGAIN if server.lost else min(AGAIN, PAUSE * 2 ** (server.failures - 1))
-                pause = min(ANSWER, max(pause, failure.pause))
-                server.pause_ends = time.monotonic() + pause
-                if not self.closed:
-                    again = f"asked again in {pause:.1f} s, failure {server.failures} in a row"
-                    self.say(f"{server.url}: {failure.why}; {again}")
+            if failure.kind == "refused" or began < server.pause_ends:
+                return
+            goes_on = server.last is not None and (server.last.kind == "busy") == (failure.kind == "busy")
+            server.failures, server.last = server.failures * goes_on + 1, failure
+            pause = AGAIN if server.lost else min(AGAIN, PAUSE * 2 ** (server.failures - 1))
+            pause = min(ANSWER, max(pause, failure.pause))
+            server.pause_ends = time.monotonic() + pause
+            if not self.closed:
+                again = f"asked again in {pause:.1f} s, failure {server.failures} in a row"
+                self.say(f"{server.url}: {failure.why}; {again}")
 
 
 def _error(server: Server, failure: Failure) -> UserError:
-    return UserError(f"{server.url} failed: {failure.why}: {failure.advice}. {KEPT}")
+    return UserError(
+        f"{server.url} failed: {failure.why}; {ADVICE[failure.kind]}. What is finished is kept: run the same command "
+        "again to continue"
+    )
 
 
-def _client(url: str) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
-    abroad = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
-    limits, times = httpx.Limits(max_connections=None), httpx.Timeout(ANSWER, connect=CONNECT)
-    return httpx.Client(base_url=url, timeout=times, headers=headers, limits=limits, trust_env=abroad)
+def _first(key: str, answer: httpx.Response) -> tuple[Answer, Answer]:
+    """An answer, and the first of the list that it has under a key.
 
-
-def _failure(answer: httpx.Response) -> Failure:
-    """What an answer with a status other than 200 means."""
-    status, pause = answer.status_code, answer.headers.get("retry-after", "")
-    why = f"status {status}: {_short(answer)}"
-    if status in (429, 503):
-        return Failure(why, SLOW, "busy", float(pause) if pause.isdigit() else 0.0)
-    if status in (400, 413, 422):
-        advice = "where its texts are too long, start it with a longer --max-model-len, or lower data.max_length"
-        return Failure(why, advice, "refused")
-    if status in (401, 403):
-        return Failure(why, "put its key into OPENAI_API_KEY", "lasting")
-    if status == 404:
-        return Failure(why, "its address has to end with /v1 (teacher.engine.urls)", "lasting")
-    return Failure(why, "its log says why", "" if status >= 500 or status in TRANSIENT else "lasting")
-
-
-def _short(answer: httpx.Response) -> str:
-    return " ".join(answer.text.split())[:300]
+    Raises:
+        Failure: There is none.
+    """
+    try:
+        values = answer.json()
+        return values, values[key][0]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Failure(f"its answer has no {key}: {shown(answer)}", "wrong") from error
 
 
 def in_flight(answer: Callable[[Item], Result], items: Iterable[Item], most: int) -> Iterator[Result]:

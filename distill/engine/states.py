@@ -1,6 +1,5 @@
 """Hidden states out of a serving engine: asked for ahead of use, and checked."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
@@ -9,16 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from decode.core.draft import Ids
-from decode.errors import UserError
-from distill.engine.servers import KEPT, PAUSE, TRIES, Answer, Engine, Retry
+from distill.engine.servers import TRIES, Answer, Engine
 from distill.engine.vllm import take_states
 
 LAST_WAIT = 10.0  # seconds for what is in flight at the end
-
-
-def layers_for(captured: Sequence[int], count: int) -> list[int]:
-    """The layers to ask an engine for: those whose entering states a head reads, and the last one's output."""
-    return sorted({*captured, count})
 
 
 class StateFiles:
@@ -26,7 +19,7 @@ class StateFiles:
 
     Args:
         engine: Servers of the target.
-        layers: Those that the engine gives away (see `layers_for`).
+        layers: Those that the engine gives away, ascending.
     """
 
     def __init__(self, engine: Engine, layers: Sequence[int]) -> None:
@@ -63,24 +56,20 @@ class StateFiles:
         return self.pool.submit(lambda: self.ask(ids)[1])
 
     def ask(self, ids: Ids, tries: int = TRIES, **how: Any) -> tuple[Answer, Tensor]:
-        """An answer and its states, asked for again while a sample is not as it should be.
+        """An answer and its states, asked for again while they are not as they should be.
 
         States of an answer are of all its tokens but the last, from the same pass, so that no text is read twice.
 
         Raises:
             UserError: The engine names no file of states, gives those of other layers away, or fails.
         """
-        why, how = "", {"max_tokens": 1, "temperature": 0.0} | how
+        how = {"max_tokens": 1, "temperature": 0.0} | how
         several = how["max_tokens"] > 1
         how["kv_transfer_params"] = {"include_output_tokens": several}
-        for number in range(1, tries + 1):
-            answer = self.engine.complete(ids, **how)
-            try:
-                read = [*ids, *((answer.get("token_ids") or [])[:-1] if several else [])]
-                return answer, take_states(answer, read, self.layers)
-            except Retry as error:
-                why = str(error)
-                if number < tries:
-                    self.engine.say(f"the engine {why}; asked again, failure {number} of {tries}")
-                    time.sleep(PAUSE * 2 ** (number - 1))
-        raise UserError(f"the engine of the target {why}. It was asked {tries} times. {KEPT}")
+
+        def taken(answer: Answer) -> tuple[Answer, Tensor]:
+            written = (answer.get("token_ids") or [])[:-1] if several else []
+            return answer, take_states(answer, [*ids, *written], self.layers)
+
+        asked: tuple[Answer, Tensor] = self.engine.complete(ids, taken, tries, **how)
+        return asked

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from decode.engines.base import Failure
 from decode.errors import UserError
 from distill.config.teacher import EngineSettings
-from distill.engine.servers import Answer, Retry
+from distill.engine.servers import Answer
 
 WAIT, POLL = 60.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
 FOLDER_WAIT = 10.0  # seconds until its folder has to be there
@@ -25,7 +26,7 @@ FOLDER = "/dev/shm/states"
 """Through which states pass on one machine; a fast disk does as well."""
 
 
-def server_options(layers: Sequence[int], folder: str = FOLDER) -> list[str]:
+def server_options(layers: Sequence[int], folder: str) -> list[str]:
     """The options of vLLM for states that pass through a folder; `CONNECTOR` has to be in its PYTHONPATH."""
     aux = {"eagle_aux_hidden_state_layer_ids": list(layers)}
     how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
@@ -34,8 +35,8 @@ def server_options(layers: Sequence[int], folder: str = FOLDER) -> list[str]:
 
 
 def server_command(
-    model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str = "",
-    gpus: Sequence[int] = (), folder: str = FOLDER,
+    model: Path, layers: Sequence[int], length: int, arguments: Sequence[str], *, url: str, gpus: Sequence[int],
+    folder: str,
 ) -> str:  # fmt: skip
     """The command of a server, with further arguments, that gives the states that enter these layers away.
 
@@ -52,7 +53,7 @@ def take_states(answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Te
     """The states ``[tokens, layers, width]`` of the file that an answer names, which is deleted.
 
     Raises:
-        Retry: They are not as they should be.
+        Failure: They are not as they should be.
         UserError: Nor will they be another time.
     """
     told = answer.get("kv_transfer_params") or {}
@@ -74,7 +75,7 @@ def take_file(path: Path, ids: Sequence[int]) -> Tensor:
     """The states ``[tokens, layers, width]`` of a file that is being written, which is deleted.
 
     Raises:
-        Retry: It was not written, or is not of these tokens.
+        Failure: It was not written, or is not of these tokens.
         UserError: Its folder is not here.
     """
     began, failed = time.monotonic(), path.with_name(f"{path.name}.failed")
@@ -82,7 +83,7 @@ def take_file(path: Path, ids: Sequence[int]) -> Tensor:
         if failed.exists():
             why = failed.read_text()
             failed.unlink()
-            raise Retry(f"could not write {path} ({why}): where no space is left, lower teacher.engine.in_flight")
+            raise Failure(f"it could not write {path} ({why}): where no space is left, lower teacher.engine.in_flight")
         waited = time.monotonic() - began
         if waited > FOLDER_WAIT and not path.parent.exists():
             raise UserError(
@@ -90,7 +91,7 @@ def take_file(path: Path, ids: Sequence[int]) -> Tensor:
                 "a shared_storage_path that both machines see"
             )
         if waited > WAIT:
-            raise Retry(f"wrote no {path} within {WAIT:.0f} s, or it is on another machine")
+            raise Failure(f"it wrote no {path} within {WAIT:.0f} s, or it is on another machine")
         time.sleep(POLL)
     try:
         tensors = load_file(path)
@@ -98,11 +99,11 @@ def take_file(path: Path, ids: Sequence[int]) -> Tensor:
         path.unlink(missing_ok=True)
     states, written = tensors["hidden_states"], tensors["token_ids"].tolist()
     if written != list(ids):
-        raise Retry(f"wrote states of {len(written)} tokens that are not the {len(ids)} of the request")
+        raise Failure(f"it wrote states of {len(written)} tokens that are not the {len(ids)} of the request")
     if len(states) != len(ids):
-        raise Retry(f"wrote {len(states)} states of {len(ids)} tokens: start it with --no-enable-prefix-caching")
+        raise Failure(f"it wrote {len(states)} states of {len(ids)} tokens: start it with --no-enable-prefix-caching")
     if not torch.isfinite(states).all():
-        raise Retry("wrote states that are not finite: give it another --dtype")
+        raise Failure("it wrote states that are not finite: give it another --dtype")
     return states
 
 

@@ -31,7 +31,7 @@ class EngineStates:
         self, files: StateFiles, parts: PreTrainedModel, captured: Sequence[int], device: torch.device
     ) -> None:
         self.files, self.norm = files, final_norm(parts).to(device)
-        self.planes, self.last = [files.layers.index(layer) for layer in captured], len(files.layers) - 1
+        self.planes = [files.layers.index(layer) for layer in captured]
         self.like = parts.get_input_embeddings().weight[:0].to(device)  # ``[0, width]``
 
     @torch.no_grad()
@@ -44,17 +44,14 @@ class EngineStates:
     @torch.no_grad()
     def of(self, batch: Batch, given: Sequence[Tensor | None]) -> States:
         """The same of the texts' states ``[tokens, layers, width]``; None of those that have no label."""
-        states = self.like.new_zeros(*batch["input_ids"].shape, self.last + 1, self.like.shape[1])
-        read = torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
+        states = self.like.new_zeros(*batch["input_ids"].shape, len(self.files.layers), self.like.shape[1])
         for number, part in enumerate(given):
             if part is not None:
-                states[number, : len(part)], read[number, : len(part)] = part.to(states), True
-        with torch.autocast(states.device.type, enabled=False):
-            normed = self.norm(states[:, :, -1]).where(read[..., None], 0)
-        hidden = normed.flatten(0, 1).index_select(0, batch[PLACES].to(states.device))
-        # a head that reads the last state reads it after the norm
-        planes = [normed if plane == self.last else states[:, :, plane] for plane in self.planes]
-        return hidden, torch.cat(planes, -1) if planes else None
+                states[number, : len(part)] = part.to(states)
+                with torch.autocast(states.device.type, enabled=False):  # a head too reads the last state normed
+                    states[number, : len(part), -1] = self.norm(states[number, : len(part), -1])
+        hidden = states[:, :, -1].flatten(0, 1).index_select(0, batch[PLACES].to(states.device))
+        return hidden, torch.cat([states[:, :, plane] for plane in self.planes], -1) if self.planes else None
 
 
 class Packed:

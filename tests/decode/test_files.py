@@ -89,6 +89,8 @@ def test_an_error_names_the_file_and_what_a_library_began_beside_it_goes(tmp_pat
         write_safely(tmp_path / "states", write)
     assert caught.value.errno == errno.EDQUOT
     assert not list(tmp_path.iterdir())
+    with pytest.raises(PermissionError, match="'/elsewhere/file'"), replaced(tmp_path / "folder"):  # of another place
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/file")
 
 
 def test_the_old_folder_stands_again_where_the_new_one_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
@@ -102,20 +104,11 @@ def test_the_old_folder_stands_again_where_the_new_one_cannot_take_its_place(tmp
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/old"]
 
 
-def test_a_folder_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_takes_a_place_and_what_it_leads_to_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(tmp_path / "gone")
     with replaced(tmp_path / "folder") as made:
         (made / "new").mkdir(parents=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-    assert (tmp_path / "folder" / "new").is_dir()
-
-
-def test_an_error_of_another_place_keeps_its_name(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError, match="'/elsewhere/file'"), replaced(tmp_path / "folder"):
-        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/file")
-
-
-def test_a_link_that_takes_a_place_leaves_what_it_leads_to_as_it_was(tmp_path: Path) -> None:
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "new"]
     (tmp_path / "kept").touch(0o600)
     with replaced(tmp_path / "link") as made:
         made.symlink_to(tmp_path / "kept")

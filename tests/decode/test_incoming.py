@@ -21,7 +21,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-def nasty(count: int = 300, seed: int = 0) -> list[str]:
+def nasty(count: int = 40, seed: int = 0) -> list[str]:
     chance = random.Random(seed)
     return [*PIECES, *("".join(chance.choices(PIECES, k=chance.randint(2, 6))) for _ in range(count))]
 
@@ -42,7 +42,7 @@ def test_a_setting_that_is_text_takes_what_was_written(tmp_path: Path, capsys: p
 
 
 def test_rows_with_half_a_character_are_dropped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [*nasty(), "é" * 5_000_000]  # a line of 10 MB
+    texts = [*nasty(300), "é" * 5_000_000]  # a line of 10 MB
     (tmp_path / "s.jsonl").write_text("".join(f'{{"prompt": {json.dumps(text)}}}\n' for text in texts))
     joined = [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass") for text in texts]
     kept = [text for text in joined if text == whole(text)]

@@ -1,9 +1,9 @@
-"""Stop rules: what they read, and their controllers against sequences computed by hand from the papers."""
+"""Stop rules: what they read, and their controllers against sequences computed by hand from the papers; draft lengths."""
 
-from __future__ import annotations
-
+import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from enumeration import ScriptedRunner, random_table
 from sklearn.metrics import roc_curve
 
 from decode.core.draft import Draft
-from decode.core.lengths import RoundCosts
+from decode.core.lengths import LOOK, DraftLengths, RoundCosts, between
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import (
@@ -46,9 +46,6 @@ def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> Dr
 
 def log(*probabilities: float) -> list[float]:
     return [math.log(p) for p in probabilities]
-
-
-# -- what is read ----------------------------------------------------------------
 
 
 def test_confidences_read_what_their_papers_say() -> None:
@@ -86,7 +83,6 @@ def test_the_token_that_stops_a_draft_stays_in_it() -> None:
     assert drafted_by(last, 0.1) == 1
     product = StopRule(10, token_probability, product=True, threshold=Fixed(0.5))
     assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # .9, .72, .576, .4608
-    assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # nothing stays from the round before
     assert drafted_by(StopRule(3, token_probability, threshold=Fixed(0.5)), *[0.9] * 9) == 3
 
 
@@ -98,9 +94,6 @@ def test_a_refused_token_is_not_part_of_the_draft() -> None:
         watch.look([1], step(*log(second, 1 - second)))
     assert watch.lengths == {1: 1}
     assert watch.seen == [pytest.approx([0.8] * 3), pytest.approx([0.7])]
-
-
-# -- thresholds ----------------------------------------------------------------
 
 
 def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
@@ -119,10 +112,7 @@ def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
         assert controller.value == pytest.approx(threshold, abs=1e-15)
     # the rate climbs .5, .75, .875, .9375: raised three times, held at the cap, lowered, raised after a rejection
     assert moves == [0.001, 0.001, 0.001, 0, 0, -0.001, 0.001, 0.001]
-
-
-def test_adaspeed_lowers_its_threshold_at_the_cap_too() -> None:
-    controller = TargetAcceptance(0.8, keep_at=None)
+    controller = TargetAcceptance(0.8, keep_at=None)  # AdaSpeed's is lowered at the cap too
     controller.rate = 1.0
     controller.observe(chain_round(12, 12))
     assert controller.value == pytest.approx(0.799)
@@ -173,8 +163,12 @@ def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve(digits: int
         assert controller.value == threshold
     assert changed > 20
     few = Roc()
+    few.observe(chain_round(8, 8))  # a copied draft, of which no confidence was read
     few.observe(chain_round(2, 1, [0.9, 0.1]))
     assert few.value == 0.4  # too little seen
+    for _ in range(2):
+        few.observe(chain_round(2, 1, [0.9, 0.1]))
+    assert few.value == 0.9
 
 
 def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> None:
@@ -212,9 +206,7 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
         # what is not drafted yet is accepted at the rate of all
         assert behind.value == pytest.approx(tokens / cost * 0.3 * (tested + 1) / (accepted_of + 1), abs=1e-12)
 
-
-def test_the_running_rate_pays_for_the_forward_of_a_draft_that_has_but_one() -> None:
-    controller = CostOptimal(drafted=False, decay=1.0)
+    controller = CostOptimal(drafted=False, decay=1.0)  # of a draft that has one forward, which the rate pays for
     controller.price([0.0, 0.1], 0.5)
     for drafted, accepted in [(3, 1), (2, 2)]:
         controller.observe(chain_round(drafted, accepted, [0.5] * drafted))
@@ -253,43 +245,139 @@ def test_cost_optimal_estimates_the_acceptance_of_tested_tokens_from_their_confi
     assert [controller.calibrate(c) for c in (0.6, 0.99)] == pytest.approx([0.2, 0.8], abs=0.05)
 
 
-# -- put together ----------------------------------------------------------------
-
-
 def parts(**options) -> MethodInputs:  # type: ignore[no-untyped-def]
     runners = [ScriptedRunner(random_table(seed, 6), 6) for seed in (1, 2)]
     return MethodInputs(runners[0], LogitsWarper(temperature=1.0), runners[1], options=MethodOptions(**options))
 
 
-PAPERS = {  # window, start of the threshold
-    "length": (5, 0.0),
-    "hf-dynamic": (20, 0.4),
-    "hf-constant": (20, 0.4),
-    "hf-heuristic": (20, 0.4),
-    "draft-verify": (12, 0.6),
-    "product": (12, 0.8),
-    "entropy": (20, -math.inf),
-    "copy": (10, 0.0),
-}
-
-
 def test_stop_rules_start_from_their_papers_values() -> None:
-    for name, (window, value) in PAPERS.items():
+    papers = {"draft-verify": (12, 0.6), "product": (12, 0.8), "entropy": (20, -math.inf), "copy": (10, 0.0)}
+    of_hugging_face = dict.fromkeys(["hf-dynamic", "hf-constant", "hf-heuristic"], (20, 0.4))
+    for name, start in (papers | of_hugging_face).items():
         stop = STOPS[name](parts())
-        assert (stop.window, stop.threshold.value) == (window, value), name
+        assert (stop.window, stop.threshold.value) == start, name
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).threshold.value == 0.3
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).window == 7
     assert STOPS["draft-verify"](parts(target_acceptance=0.8)).threshold.alpha == 0.8  # type: ignore[attr-defined]
 
 
-def test_a_copied_draft_of_which_no_confidence_was_read_leaves_the_roc_curve_alone() -> None:
-    controller = Roc()
-    controller.observe(chain_round(8, 8))
-    for _ in range(3):
-        controller.observe(chain_round(2, 1, [0.9, 0.1]))
-    assert controller.value == 0.9
-
-
 def test_a_draft_whose_logits_are_no_numbers_is_named() -> None:
     with pytest.raises(UserError, match="the draft's logits are NaN"):
         Watch([StopRule(4, max_probability)]).look([0], step(math.nan, 0.0))
+
+
+def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:
+    """Tokens per unit of time over rounds whose position i is accepted with probability ``rates[i]``."""
+    chance, written, spent, costs = random.Random(seed), 0, 0.0, lengths.costs
+    while written < tokens:
+        limit, results = lengths.limit(batch), []
+        for _ in range(batch):
+            accepted = next((i for i in range(limit) if chance.random() >= rates[i]), limit)
+            results.append((SimpleNamespace(drafted=limit, accepted=accepted), limit))
+            written += accepted + 1
+        spent += costs.round(batch, limit)
+        if limit:
+            lengths.observe(results)  # type: ignore[arg-type]
+    return written / spent
+
+
+def constant(costs: RoundCosts, rates: list[float], length: int, batch: int = 1) -> float:
+    """The same of a constant draft length, in expectation."""
+    kept, tokens = 1.0, 1.0
+    for rate in rates[:length]:
+        kept *= rate
+        tokens += kept
+    return batch * tokens / costs.round(batch, length)
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.95])
+@pytest.mark.parametrize(("c", "batch"), [(0.02, 8), (0.1, 1)])
+def test_where_drafting_pays_the_best_constant_length_is_met_to_three_percent(
+    rate: float, c: float, batch: int
+) -> None:
+    costs, rates = RoundCosts.of_ratios(c, 0.05), [rate] * 20
+    best = max(constant(costs, rates, k, batch) for k in range(1, 21))
+    assert decode(DraftLengths(costs, 20), rates, 40_000, batch) > 0.97 * best
+
+
+@pytest.mark.parametrize(("rate", "c", "growth"), [(0.3, 0.5, 0.1), (0.0, 0.1, 0.0), (0.8, 0.9, 0.0), (0.45, 0.4, 0.1)])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_drafting_loses_at_most_three_percent_are_lost(rate: float, c: float, growth: float, batch: int) -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(c, growth), 20)
+    assert decode(lengths, [rate] * 20, 4_000, batch) > 0.97 * batch
+    assert lengths.chosen == 0
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.1, 0.05), 8)
+    decode(lengths, [0.02] * 8, 2_000)
+    assert lengths.chosen == 0
+    decode(lengths, [0.95] * 8, 20_000)
+    assert lengths.chosen >= 5
+
+
+def test_now_and_then_a_longer_draft_shows_whether_it_pays() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.2), 12)
+    limits = []
+    for _ in range(2 * LOOK):
+        limits.append(limit := lengths.limit(1))
+        lengths.observe([(SimpleNamespace(drafted=limit, accepted=min(limit, 2)), limit)])  # type: ignore[list-item]
+    assert lengths.chosen == 2
+    assert [limit for limit in limits[LOOK // 2 :] if limit > 2] == [4, 4]
+
+
+def test_the_batch_decides_whether_drafting_pays() -> None:
+    # a target forward over 16 texts costs by its tokens, over one text nothing more for five of them
+    costs = RoundCosts({1: {0: 1.0, 1: 1.12, 4: 1.5}, 16: {0: 1.6, 1: 3.0, 4: 7.2}})
+    lengths = DraftLengths(costs, 4)
+    decode(lengths, [0.7] * 4, 500, batch=1)
+    assert lengths.limit(1) > 0
+    assert lengths.step_costs == pytest.approx([0, 0.38 / 3])
+    assert lengths.block_cost == 0
+    lengths.limit(16)
+    assert lengths.chosen == 0
+    assert lengths.step_costs[16] / 16 == pytest.approx(4.2 / 3 / 1.6)
+    lengths.reset()
+    assert lengths.limit(1) > 0
+
+
+def test_drafts_that_end_themselves_are_not_charged_for_what_they_could_have_been() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.3), 8)
+    for _ in range(40):  # two tokens are drafted where eight were allowed, and both are accepted
+        lengths.observe([(SimpleNamespace(drafted=2, accepted=2), 8)])  # type: ignore[list-item]
+    lengths.limit(1)
+    assert lengths.chosen >= 2
+    for _ in range(400):  # the text's end cuts them: nothing is learned of the positions behind
+        lengths.observe([(SimpleNamespace(drafted=2, accepted=2), 2)])  # type: ignore[list-item]
+    assert lengths._drafted[2] == [0, 40]
+
+
+def test_a_rule_that_weighs_its_tokens_goes_on_after_an_early_rejection_and_is_limited_where_it_loses() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.9), 20, weighed=True)
+    rejected = [(SimpleNamespace(drafted=3, accepted=0), 20)]
+    for _ in range(16):
+        assert lengths.limit(1) == 20
+        lengths.observe(rejected)  # type: ignore[arg-type]
+    for _ in range(16):
+        lengths.limit(1)
+    assert lengths.chosen == 0
+
+
+def test_a_block_heads_forward_is_a_price_of_drafting_at_all() -> None:
+    """Its tokens cost the growth of the target's forward alone, however many of them are drafted."""
+    assert RoundCosts.of_ratios(0.3, 0.05).prices(1) == pytest.approx((0.35, 0))
+    costs = RoundCosts.of_ratios(0.3, 0.05, block=True)
+    assert costs.prices(1) == pytest.approx((0.05, 0.3))
+    assert [costs.round(1, k) for k in (0, 1, 7)] == pytest.approx([1, 1.35, 1.65])
+
+
+def test_costs_are_linear_between_what_was_measured() -> None:
+    costs = RoundCosts({1: {0: 1.0, 1: 1.1, 3: 1.5}, 4: {0: 2.5, 1: 3.1, 3: 5.5}})
+    assert costs.round(2, 0) == pytest.approx(1.5)
+    assert costs.round(8, 0) == pytest.approx(4.5)
+    assert costs.round(0.5, 1) == 1.1
+    assert costs.round(1, 5) == pytest.approx(1.9)
+    assert costs.round(2.5, 2) == pytest.approx((1.3 + 4.3) / 2)
+    assert RoundCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert between({2: 3.0}, 7) == 3.0
+    assert between({1: 1.0, 2: 0.1}, 9) == 0.0

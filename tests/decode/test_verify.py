@@ -1,7 +1,5 @@
 """Acceptance rules at one position against exact rational arithmetic, their neutral settings, what they learn."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -11,6 +9,7 @@ import pytest
 import torch
 from enumeration import Experiment, ScriptedRunner, enumerate_runs, next_logits, random_table
 from heads import make_block_head
+from reading import watched
 from scripted import RandomTree
 from torch import Tensor
 
@@ -37,9 +36,6 @@ from decode.models.check import open_draft_runner, open_runner
 from decode.options import MethodOptions
 
 Probs = list[Fraction]
-
-
-# -- an oracle of its own: rules in rational arithmetic, from their papers' definitions ------------------------
 
 
 def rational_distribution(generator: random.Random, vocab: int) -> Probs:
@@ -136,42 +132,41 @@ def test_acceptance_correction_and_spent_distance_agree_with_rational_arithmetic
             gain = sum(q[t] * (accept(p, q, t) - exact(p, q, t)) for t in tokens)
             assert variation == gain
     assert spent_somewhere == (not rule.exact)
+    assert torch.equal(rule.residual(rows_p[0], rows_p[0]), rows_p[0])  # nothing is left of it
 
 
-@pytest.mark.parametrize("warp", [LogitsWarper(temperature=0.8), LogitsWarper()], ids=["sampled", "greedy"])
+def tables() -> list[ScriptedRunner]:
+    """A target and a draft of five tokens."""
+    return [ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2)]
+
+
 @pytest.mark.parametrize("drafter", ["model", "tree"])
-@pytest.mark.parametrize("rule", [Ears(0.0), JensenShannon(threshold=0.0)], ids=["ears", "js"])
-def test_neutral_rules_are_bit_identical_with_the_exact_one(
-    rule: AcceptanceRule, drafter: str, warp: LogitsWarper
-) -> None:
-    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
-    make = {"model": lambda: ModelDrafter(draft, warp, 5), "tree": lambda: RandomTree(5)}[drafter]
-    runs = []
-    for kept in (Exact(), rule):
-        runs += [
-            [
-                decode(target, Method("", make(), StopRule(), kept), warp, [0], max_new_tokens=40, rng=rng)
-                for rng in map(TorchRng, range(3))
-            ]
-        ]
-    for one, two in zip(*runs):
+@pytest.mark.parametrize(
+    ("rule", "warp"),
+    [
+        *((rule, LogitsWarper(heat)) for rule in (Ears(0.0), JensenShannon(threshold=0.0)) for heat in (0.0, 0.8)),
+        (BlockVerification(), LogitsWarper(repetition_penalty=1.6)),  # of greedy drafts the same as by tokens
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_neutral_rules_are_the_exact_one_to_the_bit(rule: AcceptanceRule, drafter: str, warp: LogitsWarper) -> None:
+    target, draft = tables()
+    for seed in range(3):
+        made = [ModelDrafter(draft, warp, 5) if drafter == "model" else RandomTree(5) for _ in range(2)]
+        one, two = (
+            decode(target, Method("", each, StopRule(), kept), warp, [0], max_new_tokens=40, rng=TorchRng(seed))
+            for each, kept in zip(made, (Exact(), rule))
+        )
         assert one.ids == two.ids
-        assert [r.accepted for r in one.rounds] == [r.accepted for r in two.rounds]
+        assert [(r.path, r.overlap) for r in one.rounds] == [(r.path, r.overlap) for r in two.rounds]
         assert metrics([two.rounds])["tv_spent"] == 0
 
 
-@pytest.mark.parametrize(
-    ("variant", "theta"),
-    [
-        ("midpoint", 0.32),  # the paper's example
-        ("a", 0.15),
-        ("b", (30 * 0.15 + 10 * 0.49) / 40),
-        ("c", (3 * 0.15 + 2 * 0.49) / 5),
-    ],
-)
-def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: float) -> None:
-    rule = JensenShannon(variant, accepted=[30 * 0.15, 30], rejected=[10 * 0.49, 10], sequences=[3, 2])
-    assert rule.theta == pytest.approx(theta, abs=1e-15)
+def test_adasd_thresholds_follow_from_the_mean_distances() -> None:
+    wanted = {"midpoint": 0.32, "a": 0.15, "b": (30 * 0.15 + 10 * 0.49) / 40, "c": (3 * 0.15 + 2 * 0.49) / 5}
+    for variant, theta in wanted.items():  # the first is the paper's example
+        rule = JensenShannon(variant, accepted=[30 * 0.15, 30], rejected=[10 * 0.49, 10], sequences=[3, 2])
+        assert rule.theta == pytest.approx(theta, abs=1e-15)
 
 
 def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> None:
@@ -227,20 +222,6 @@ class _Copy(RandomTree):
         return Draft([self.vocab], [-1]) if request.max_depth else Draft(())
 
 
-def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
-    rule = JensenShannon()
-    p = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
-    q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
-    x = torch.arange(6) % 5
-    assert rule.theta <= 0
-    distance = rule.distance(p, q, (p.log(), q.log()))
-    assert torch.equal(rule.accept_prob(p, q, x, distance), Exact().accept_prob(p, q, x, distance))
-    rule.rejected = [1.2, 2.0]
-    assert rule.theta <= 0
-    rule.accepted = [0.1, 1.0]
-    assert rule.theta > 0
-
-
 @pytest.mark.parametrize("theta", [None, 0.9])
 def test_adasd_measures_a_copied_draft_against_the_targets_rows(theta: float | None) -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
@@ -250,16 +231,6 @@ def test_adasd_measures_a_copied_draft_against_the_targets_rows(theta: float | N
     wanted = js_distance(p[:2], torch.eye(3, dtype=torch.float64)[[1, 0]])[: min(len(found.path) + 1, 2)]
     assert found.distance == pytest.approx(wanted.tolist())
     assert any(spent > 0 for spent in found.spent or ()) == (theta is not None)  # without one the rule is exact
-
-
-def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
-    raw = (torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1.0, 2.0, 0.0]]))
-    p, q = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
-    distance = js_distance(raw[0].softmax(-1), raw[1].softmax(-1)).item()
-    assert 0 < distance < 0.9
-    for theta, kept in ((distance + 1e-4, 1), (distance - 1e-4, 0)):
-        rule = JensenShannon(threshold=theta, unwarped=True)
-        assert rule.accept_prob(p, q, torch.tensor([1]), rule.distance(p, q, raw)).item() == kept
 
 
 def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_threshold() -> None:
@@ -281,34 +252,17 @@ def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_th
 @pytest.mark.parametrize("unwarped", [False, True])
 def test_drafts_keep_their_logits_only_for_a_rule_that_compares_them(unwarped: bool) -> None:
     kept: list[bool] = []
-
-    class Watched(ModelDrafter):
-        def propose(self, requests, device):
-            drafts = super().propose(requests, device)
-            kept.append(drafts.logits is not None)
-            return drafts
-
-    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
+    target, draft = tables()
     warp = LogitsWarper(temperature=1.0)
-    system = Method("", Watched(draft, warp, 5), StopRule(3), JensenShannon(unwarped=unwarped))
+    drafter = watched(ModelDrafter(draft, warp, 5), lambda _, drafts: kept.append(drafts.logits is not None))
+    system = Method("", drafter, StopRule(3), JensenShannon(unwarped=unwarped))
     decode(target, system, warp, [0], max_new_tokens=3, rng=TorchRng(0))
     assert kept[0] == unwarped
 
 
-@pytest.mark.parametrize("warp", [LogitsWarper(), LogitsWarper(repetition_penalty=1.6)], ids=["greedy", "penalty"])
-def test_greedy_verification_by_blocks_is_bit_identical_with_that_by_tokens(warp: LogitsWarper) -> None:
-    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
-    one, two = (
-        decode(target, Method("", ModelDrafter(draft, warp, 5), StopRule(), rule), warp, [0], max_new_tokens=40)
-        for rule in (Exact(), BlockVerification())
-    )
-    assert one.ids == two.ids
-    assert [(r.path, r.overlap) for r in one.rounds] == [(r.path, r.overlap) for r in two.rounds]
-
-
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "autoregressive", "block"])
 def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method: str, tiny) -> None:
-    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
+    target, draft = tables()
     options = MethodOptions(rule="block-verification")
     inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft, options=options)
     for chain in ("vanilla", "hybrid", "hf-dynamic"):
@@ -317,13 +271,8 @@ def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method:
         model = tiny("llama", num_hidden_layers=4)
         target, draft = open_runner(model), open_draft_runner(make_block_head(model, "dflash"), model)
         inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft, options=options)
-    instead = "use exact, or --sample-block true" if method == "block" else "use exact, or vanilla, eagle, layerskip"
-    instead = "give --draft D, or leave it out" if method == "autoregressive" else instead
+    others = {"block": "use exact, or --sample-block true", "autoregressive": "give --draft D, or leave it out"}
+    instead = others.get(method, "use exact, or vanilla, eagle, layerskip")
     with pytest.raises(UserError, match=f"and {method} drafts none; {instead}"):
         build(method, inputs)
     assert is_lossless("vanilla", "block-verification")
-
-
-def test_the_residual_falls_back_to_p_without_mass() -> None:
-    p = torch.tensor([0.25, 0.75])
-    assert torch.equal(Exact().residual(p, p), p)

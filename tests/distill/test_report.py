@@ -147,13 +147,14 @@ def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> N
 
 
 def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path) -> None:
-    settings = tiny_settings(tmp_path, threads=2)
+    settings = tiny_settings(tmp_path, threads=1)
     few = {"prompts": 3, "accuracy_prompts": 3, "decode_prompts": 4, "max_new_tokens": 12}
     settings.evaluation = EvaluationSettings(**few, draft_lengths=[2, 4])
     run_tiny(begun(settings))
+    torch.set_num_threads(2)  # another number than is set
     run = bench(settings)[0]
     report = measure(run)
-    assert report["machine"]["threads"] == 2
+    assert report["machine"]["threads"] == 1
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
     assert {(row["draft"], row["temperature"], row["draft_length"]) for row in drafting} == set(
         product(run.drafts, (0.0, 1.0), (2, 4))
@@ -173,7 +174,7 @@ def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path
     offline = row["offline_alpha_greedy"]
     first, *later = row["acceptance"]
     assert (first["offline"], first["validation"]) == (offline, run.best(name)[0]["agreement"])
-    assert [row["offline"] for row in later] == [None] * 3
+    assert {row["offline"] for row in later} == {None}  # as many as the fastest length has
     trained = serving_facts(run.load_target(), run.target, run.tokenizer, chat=False)
     assert profile["trained_with"] == report["trained_with"] == trained
 

@@ -10,6 +10,7 @@ from families import ARCHITECTURES, build_architecture
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.eagle import output_head
@@ -66,10 +67,10 @@ def start(model: PreTrainedModel) -> None:
     start_from_target(EAGLE3.create(model, None, StudentSettings(kind="eagle3"), 0), model)
 
 
-def opened(name: str, model: PreTrainedModel) -> Opened:
+def opened(name: str, model: PreTrainedModel, to_runner: Callable[[PreTrainedModel], Model] = open_runner) -> Opened:
     """What opening a model for decoding, and starting each kind of training with it, come to."""
     made: list[Any] = []
-    if why := refusal(lambda: made.append(open_runner(model))):
+    if why := refusal(lambda: made.append(to_runner(model))):
         return Opened(name, "Refused", {"reason": (why, "")})
     runner = made[0]
 

@@ -18,8 +18,9 @@ from heads import learned, learned_block, learned_head
 from pairs import make_tokenizer
 
 from decode.__main__ import main
+from decode.engines.base import installed
 from decode.engines.llama_cpp import convert
-from decode.engines.server import CHECKOUT, ENGINES, Engine, Server, opened
+from decode.engines.server import ENGINES, Engine, Server, opened
 from decode.models.heads.files import save_head
 from distill.config import ExportSettings
 from distill.export.draft import export_draft
@@ -32,14 +33,9 @@ LIMITS = ("--threads", "1", "--timeout", "1800")
 """Generous ones: a busy machine takes minutes to load vLLM."""
 
 
-def program(made: Path) -> Path | None:
-    """What `make engines` made, here or in the checkout."""
-    return next((folder / made for folder in (Path.cwd(), CHECKOUT) if (folder / made).is_file()), None)
-
-
-needs_vllm = pytest.mark.skipif(program(ENGINES["vllm"].installed) is None, reason="vLLM is not set up (make engines)")
-needs_llama = pytest.mark.skipif(
-    program(ENGINES["llama.cpp"].installed) is None, reason="llama.cpp is not set up (make engines)"
+needs_vllm, needs_llama = (
+    pytest.mark.skipif(not installed(kind.installed).is_file(), reason=f"{name} is not set up (make engines)")
+    for name, kind in ENGINES.items()
 )
 
 

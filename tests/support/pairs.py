@@ -1,6 +1,7 @@
 """A tiny target and a draft that resembles it, with a byte-level tokenizer, for tests of whole commands."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def save_pair(folder: Path, tiny: Callable[..., PreTrainedModel]) -> Path:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
+
+
+def edit(path: Path, **fields: object) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def into_cache(cache: Path, name: str, folder: Path) -> Path:

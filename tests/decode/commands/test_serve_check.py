@@ -1,16 +1,13 @@
 """``serve-check`` in a simulated engine, the causes that files and numbers show, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from heads import filed_head
-from pairs import make_tokenizer, save_pair
+from pairs import edit, save_pair
 from safetensors.torch import load_file, save_file
 from simulated_engine import SimulatedEngine, simulated
 
@@ -42,32 +39,23 @@ def folder(tiny, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def heads(tiny, tmp_path: Path) -> Path:
-    """A target and an EAGLE-3 head as exported."""
-    target = tiny("llama", vocab_size=280, max_position_embeddings=256, num_hidden_layers=3, eos_token_id=0)
-    target.save_pretrained(tmp_path / "target")
-    make_tokenizer().save_pretrained(tmp_path / "target")
-    torch.manual_seed(0)
-    head = FeatureHead(head_config(target.config, 3, captured_layers=(0, 1, 2)))
-    (tmp_path / "draft").mkdir()
-    save_head(head, tmp_path / "draft")
-    return tmp_path
-
-
 def command(folder: Path, *more: str) -> list[str]:
     pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--device", "cpu"]
     return ["serve-check", *pair, "--suite", f"prompts={folder / 'prompts.txt'}", "--threads", "1", *more]
 
 
-@pytest.mark.parametrize("url", [[], ["--url", "http://127.0.0.1:9"]])
-def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatch, url) -> None:
-    """Exactly the predicted acceptance at T = 0, the same texts, and rows in the profile."""
+def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, engine: type[SimulatedEngine] = SimulatedEngine) -> None:
+    """The engine is a simulated one of this class."""
     pair = load(folder / "target", folder / "draft")
-    monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft))
+    monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft, engine))
     monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
+
+
+def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatch) -> None:
+    """Exactly the predicted acceptance at T = 0, the same texts, and rows in the profile."""
+    checked(folder, monkeypatch)
     more = ("--draft-lengths", "3", "--temperatures", "0,1", "--max-new-tokens", "16")
-    assert main(command(folder, *more, "--json", *url)) == 0
+    assert main(command(folder, *more, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     row, sampled = found["rows"]
     assert (found["engine"], row["identical_share"], found["causes"]) == ("vllm", 1, [])
@@ -75,11 +63,11 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     assert len(row["positions"]) == 3
     assert all(at["served"] == at["predicted"] for at in row["positions"])
     assert (sampled["temperature"], sampled["identical_share"]) == (1, None)
-    assert (row["speedup"] is None) == bool(url)
-    assert main(command(folder, *more, *url)) == 0  # a second check replaces the first
+    assert row["speedup"] is not None
+    assert main(command(folder, *more[:2], *more[4:], "--temperatures", "0", "--url", "http://127.0.0.1:9")) == 0
     assert "3 of 3 texts have the predicted counts" in capsys.readouterr().out
-    (kept,) = json.loads((folder / "draft" / "speculation_profile.json").read_text())["served"]
-    assert kept["rows"][0]["served_length"] == row["served_length"]
+    (kept,) = json.loads((folder / "draft" / "speculation_profile.json").read_text())["served"]  # of the second check
+    assert (len(kept["rows"]), kept["rows"][0]["speedup"]) == (1, None)
     assert named(folder) == []
 
 
@@ -87,9 +75,7 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     rows = [{"prompt": f"Tom has {i} apples", "category": "qa" if i % 2 else "math"} for i in range(8)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "draft" / "README.md").write_text("# A draft\n\nUnder load, vllm: of an earlier check\n")
-    pair = load(folder / "target", folder / "draft")
-    monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft, Timed))
-    monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
+    checked(folder, monkeypatch, Timed)
     more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "6", "--concurrency", "1,4")
     assert main([word.replace("prompts.txt", "prompts.jsonl") for word in command(folder, *more, "--json")]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -107,12 +93,10 @@ def test_categories_and_loads_have_rows_and_the_card_says_up_to_which_load_the_d
     (line,) = [line for line in (folder / "draft" / "README.md").read_text().splitlines() if "Under load" in line]
     assert line == f"Under load, vllm: {paying_load(found['load'])}" == found["pays"]
     assert "up to a concurrency of 4 (1.25 (1.25–1.25), 3 drafted tokens, T = 0)" in line
-    slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 4 else at for at in drafted]
-    assert "up to a concurrency of 1 (" in paying_load(slower)
-    slower = [at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == 1 else at for at in drafted]
-    assert "not surely faster" in paying_load(slower)  # a larger number alone is chance
-    assert "not surely faster" in paying_load(none)
-    assert "not surely faster" in paying_load([at | {"speedup": 2.0} for at in drafted])  # more than is accepted
+    alone, four = ([at | {"speedup_ci95": [0.9, 1.2]} if at["requests"] == n else at for at in drafted] for n in (1, 4))
+    assert "up to a concurrency of 1 (" in paying_load(four)
+    for doubted in (alone, none, [at | {"speedup": 2.0} for at in drafted]):  # the last is more than is accepted
+        assert "not surely faster" in paying_load(doubted)  # a larger number alone is chance
 
 
 class Timed(SimulatedEngine):
@@ -131,9 +115,7 @@ class Half(SimulatedEngine):
 
 
 def test_a_difference_without_a_known_cause_fails_the_check(folder: Path, capsys, monkeypatch) -> None:
-    pair = load(folder / "target", folder / "draft")
-    monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft, Half))
-    monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
+    checked(folder, monkeypatch, Half)
     more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "16")
     assert main(command(folder, *more)) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -168,15 +150,8 @@ def test_a_block_head_is_checked_where_it_is_run_as_trained_and_no_longer_than_i
         check_head(head, "vllm", [3, 6])
 
 
-# -- causes ------------------------------------------------------------------------------------------------------------
-
-
 def named(folder: Path) -> list[str]:
     return [cause.name for cause in causes_in_files(folder / "target", folder / "draft")]
-
-
-def edit(path: Path, **fields: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def other_weights(folder: Path) -> None:
@@ -185,19 +160,17 @@ def other_weights(folder: Path) -> None:
     save_file(changed, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("pair", "fault", "names"),
-    [
-        ("folder", lambda folder: None, []),
-        ("folder", other_weights, ["other weights than measured"]),
-        ("heads", lambda folder: None, []),
-        ("heads", lambda folder: edit(folder / "target" / "config.json", num_hidden_layers=2), ["last state captured"]),
-    ],
-)
-def test_a_fault_of_the_files_is_named(request, pair: str, fault, names: list[str]) -> None:
-    place = request.getfixturevalue(pair)
-    fault(place)
-    assert named(place) == names
+def test_a_fault_of_the_files_is_named(folder: Path, tiny, tmp_path: Path) -> None:
+    assert named(folder) == []
+    other_weights(folder)
+    assert named(folder) == ["other weights than measured"]
+    target = tiny("llama", vocab_size=280, max_position_embeddings=256, num_hidden_layers=3, eos_token_id=0)
+    target.save_pretrained(tmp_path / "heads" / "target")
+    (tmp_path / "heads" / "draft").mkdir()
+    save_head(FeatureHead(head_config(target.config, 3, captured_layers=(0, 1, 2))), tmp_path / "heads" / "draft")
+    assert named(tmp_path / "heads") == []
+    edit(tmp_path / "heads" / "target" / "config.json", num_hidden_layers=2)
+    assert named(tmp_path / "heads") == ["last state captured"]
 
 
 FACTS = {

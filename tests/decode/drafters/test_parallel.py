@@ -1,7 +1,5 @@
 """Language models that draft in one forward with mask tokens: what they draft, of batches, by teacher forcing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from architectures import build_architecture
 from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, NEW, PROMPTS, generate, together
+from reading import watched
 
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
@@ -46,19 +45,16 @@ def test_every_draft_is_that_of_a_fresh_forward_over_its_text_and_masks(family: 
     runner, small = open_runner(model, fast=fast), open_runner(draft, fast=fast)
     assert isinstance(small, FastRunner) == fast
 
-    class Looked(ParallelDrafter):
-        def propose(self, requests: Any, device: Any) -> Any:
-            nonlocal drafted
-            drafts = super().propose(requests, device)
-            for request, probs, n in zip(requests, drafts.probs if max(drafts.lengths) else (), drafts.lengths):
-                if n:
-                    assert request.state.cache.length == len(request.ids)
-                    wanted = slots(draft, request.ids, n).softmax(-1)
-                    torch.testing.assert_close(probs[:n], wanted, rtol=1e-3, atol=1e-4)
-                    drafted += n
-            return drafts
+    def look(requests: Any, drafts: Any) -> None:
+        nonlocal drafted
+        for request, probs, n in zip(requests, drafts.probs if max(drafts.lengths) else (), drafts.lengths):
+            if n:
+                assert request.state.cache.length == len(request.ids)
+                wanted = slots(draft, request.ids, n).softmax(-1)
+                torch.testing.assert_close(probs[:n], wanted, rtol=1e-3, atol=1e-4)
+                drafted += n
 
-    system = Method("", Looked(small, warp, VOCAB, MASK), StopRule(4))
+    system = Method("", watched(ParallelDrafter(small, warp, VOCAB, MASK), look), StopRule(4))
     rngs = [TorchRng(i) for i in range(len(prompts))]
     written = decode_texts(runner, system, warp, prompts, rngs=rngs, max_new_tokens=16, batch_size=3)
     assert drafted > 30

@@ -18,7 +18,6 @@ from engine_pairs import (
     gguf,
     needs_llama,
     needs_vllm,
-    program,
     running_vllm,
     save_exports,
     serve_check,
@@ -29,7 +28,7 @@ from transformers import AutoTokenizer
 from vllm_cpu import plugin
 
 from decode.__main__ import main
-from decode.engines.base import room_for
+from decode.engines.base import installed, room_for
 from decode.engines.server import ENGINES, Engine, Server, free_port, opened, running
 from decode.errors import UserError
 from decode.models.heads.block import convolved
@@ -122,7 +121,7 @@ def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: P
     port = free_port()
     line = card.split("vLLM:\n\n```sh\n")[1].split("```")[0].replace("\\\n", " ") + f" --port {port}"
     environment = {
-        "PATH": f"{program(ENGINES['vllm'].installed).parent}:{os.environ['PATH']}",
+        "PATH": f"{installed(ENGINES['vllm'].installed).parent}:{os.environ['PATH']}",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     server = Server(f"http://127.0.0.1:{port}", "vllm", 900)

@@ -13,8 +13,8 @@ from families import build_tiny
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file
 
+from decode.engines.base import installed
 from decode.engines.llama_cpp import CONVERTER, convert, split_of
-from decode.engines.server import CHECKOUT
 from decode.errors import UserError
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import block_config
@@ -43,7 +43,7 @@ def test_ways_to_split_texts_that_llama_cpp_has_a_name_for(tmp_path: Path) -> No
 
 def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.llama_cpp.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.base.CHECKOUT", tmp_path)
     check_gguf(ExportSettings())
     with pytest.raises(UserError, match="make engines"):
         check_gguf(ExportSettings(gguf=["f32"]))
@@ -54,12 +54,12 @@ def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch
 
 
 needs_converter = pytest.mark.skipif(
-    not (CHECKOUT / CONVERTER).is_file(), reason="llama.cpp is not set up (make engines)"
+    not installed(CONVERTER).is_file(), reason="llama.cpp is not set up (make engines)"
 )
 
 
 def read(file: Path):
-    sys.path.insert(0, str(CHECKOUT / CONVERTER.parent / "gguf-py"))
+    sys.path.insert(0, str(installed(CONVERTER).with_name("gguf-py")))
     try:
         from gguf import GGUFReader
     finally:

@@ -1,7 +1,5 @@
 """Costs of real rounds, acceptance of known texts, and the speedups that are predicted from both."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -14,13 +12,7 @@ from decode.core.sampling import LogitsWarper
 from decode.loop import decode
 from decode.measure import acceptance
 from decode.measure import costs as costs_module
-from decode.measure.acceptance import (
-    OfflineAlpha,
-    offline_accepted_length,
-    offline_accepted_per_tested,
-    offline_alphas,
-    replay,
-)
+from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alphas
 from decode.measure.costs import best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -76,7 +68,7 @@ def test_accepted_lengths_of_certain_acceptances_by_hand() -> None:
         offline_accepted_length([first, never], 4)
 
 
-@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("length", [1, 4])
 def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny, length) -> None:
     target, draft = make_pair(tiny)
     runner, warp = open_runner(target), LogitsWarper()
@@ -85,11 +77,11 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     out = decode(runner, build("vanilla", parts), warp, prompt, max_new_tokens=40)
     alpha = offline_alpha(target, draft, [(out.ids, len(prompt))], warp)
     assert 0 < sum(alpha.texts[0]) < len(alpha.texts[0])
-    lengths, tested = replay([alpha.texts[0]], length)
+    lengths, tested = acceptance.replay([alpha.texts[0]], length)
     assert (sum(lengths.values()), tested) == (len(out.rounds), sum(r.tested for r in out.rounds))
     accepted = sum(r.accepted for r in out.rounds)
     rejected = sum(r.accepted < r.drafted for r in out.rounds)  # as AdaSPEC's authors count
-    assert offline_accepted_per_tested([alpha], length) == pytest.approx(accepted / (accepted + rejected))
+    assert acceptance.offline_accepted_per_tested([alpha], length) == pytest.approx(accepted / (accepted + rejected))
     assert sorted(k for k, n in lengths.items() for _ in range(round(n))) == sorted(r.drafted for r in out.rounds)
 
 
@@ -118,10 +110,8 @@ def test_rounds_of_the_loop_are_timed_at_every_length_and_leave_no_cache(tiny, m
     costs = measure_costs(target, draft, LogitsWarper(1.0), prompts, lengths=[1, 3], batch_sizes=[3])
     assert {size: sorted(row) for size, row in costs.rounds.seconds.items()} == {1: [0, 1, 3], 3: [0, 1, 3]}
     assert min(value for row in costs.rounds.seconds.values() for value in row.values()) > 0
-    assert sorted(costs.verify_cost) == [1, 2, 4]
-    assert costs.verify_cost[1] == 1
+    assert (sorted(costs.verify_cost), costs.verify_cost[1], costs.context) == ([1, 2, 4], 1, 4)
     assert costs.cost_ratio > 0
-    assert costs.context == 4
     assert target.network.cache.rows == draft.network.cache.rows == []
     alone = measure_costs(target, None, LogitsWarper(), prompts, lengths=[2, 5])
     assert alone.cost_ratio == 0

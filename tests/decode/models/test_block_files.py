@@ -1,7 +1,5 @@
 """Block heads in files: ours, and those of other projects, each of which drafts what the head drafts that it holds."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -87,27 +85,17 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         state = {key.replace("d2t", "draft_id_to_target_id"): tensor for key, tensor in state.items()}
     else:  # all that its version 0.9 writes
         attention = {key: config[key] for key in ("layer_types", "sliding_window", "use_sliding_window")}
-        fields = {
-            "architectures": ["DFlash2DraftModel" if head.version == "dflash2" else f"{head.version}Speculator"],
-            "speculators_model_type": head.version,
-            "speculators_version": "0.9.0",
-            "transformer_layer_config": shape | attention | {"rope_parameters": config["rope_parameters"]},
-            "aux_hidden_state_layer_ids": list(head.captured_layers),
-            "block_size": 5,
-            "mask_token_id": MASK,
-            "draft_vocab_size": config["draft_vocab_size"],
-            "sliding_window_non_causal": not head.layers[0].causal,
-            "target_hidden_size": None,
-            "transformers_version": "5.19.0",
-            "tie_word_embeddings": False,
-            "dtype": "bfloat16",
-            "speculators_config": {
-                "algorithm": head.version,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.drafts}],
-                "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
-            },
-        } | markov
+        layer = shape | attention | {"rope_parameters": config["rope_parameters"]}
+        proposed = {"proposal_type": "greedy", "speculative_tokens": head.drafts}
+        methods = {"algorithm": head.version, "default_proposal_method": "greedy", "proposal_methods": [proposed]}
+        verifier = {"verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"}}
+        name = "DFlash2DraftModel" if head.version == "dflash2" else f"{head.version}Speculator"
+        fields = markov | {"architectures": [name], "transformer_layer_config": layer, "dtype": "bfloat16"}
+        fields |= {"speculators_model_type": head.version, "speculators_version": "0.9.0", "target_hidden_size": None}
+        fields |= {"aux_hidden_state_layer_ids": list(head.captured_layers), "block_size": 5, "mask_token_id": MASK}
+        fields |= {"draft_vocab_size": config["draft_vocab_size"], "speculators_config": methods | verifier}
+        fields |= {"sliding_window_non_causal": not head.layers[0].causal, "tie_word_embeddings": False}
+        fields |= {"transformers_version": "5.19.0"}
         if head.from_anchor:
             fields["sample_from_anchor"] = True
         state |= shared(head, target) | {"verifier_norm.weight": torch.ones(32)}
@@ -116,6 +104,7 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
     return fields
 
 
+MIXED = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
 HEADS = {
     "DFlash": {"version": "dflash"},
     "DFlash that drafts in slot 0": {"version": "dflash", "from_anchor": True},
@@ -126,115 +115,72 @@ HEADS = {
     "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
     "DFlash 2": {"version": "dflash2"},
     "DFlash 2, reduced": {"version": "dflash2", "draft_vocab": DRAFTED, "window": 6},
+    "DFlash 2 of few tokens": {"version": "dflash2", "draft_vocab": 6, "candidates": 8},
     "sliding and causal": {"version": "dflash", "window": 6, "causal": True},
-    "DFlash, half of whose layers slide": {
-        "version": "dflash",
-        "window": 6,
-        "is_causal": None,
-        "layer_types": [SLIDING, "full_attention"],
-    },
-    "mixed": {"version": "dspark", "window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]},
+    "DFlash, half of whose layers slide": {"version": "dflash", **MIXED},
+    "mixed": {"version": "dspark", **MIXED},
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    head = filed_head(target, **HEADS[name])
-    save_head(head, tmp_path)
-    assert head_kind(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 2, 4]
-    again = load_head(tmp_path, target)
-    assert isinstance(again, BlockHead)
-    assert (again.version, again.drafts) == (head.version, head.drafts)
-    assert load_head(tmp_path).state_dict().keys() == head.state_dict().keys()
-    assert drafted(again, target).equal(drafted(head, target))
-    save_head(again, tmp_path)
-    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
+PUBLISHED = {
+    "ours": ["DSpark without Markov head", "DFlash 2 of few tokens", "sliding and causal"],
+    "z-lab": ["DFlash", "DFlash 2"],
+    "vLLM": ["reduced vocabulary"],
+    "DeepSpec": ["DSpark"],
+    "SpecForge": ["DSpark", "DFlash, half of whose layers slide"],
+    "speculators": ["DFlash that drafts in slot 0", "DSpark, reduced", "DSpark, fill-in", "DFlash 2, reduced", "mixed"],
+}
 
 
-@pytest.mark.parametrize(
-    ("format", "name"),
-    [
-        ("z-lab", "DFlash"),
-        ("vLLM", "reduced vocabulary"),
-        ("DeepSpec", "DSpark"),
-        ("SpecForge", "DSpark"),
-        ("SpecForge", "DFlash"),
-        ("SpecForge", "DFlash, half of whose layers slide"),
-        ("speculators", "DFlash"),
-        ("speculators", "DFlash that drafts in slot 0"),
-        ("speculators", "reduced vocabulary"),
-        ("speculators", "DSpark, reduced"),
-        ("speculators", "DSpark, fill-in"),
-        ("z-lab", "DFlash 2"),
-        ("speculators", "DFlash 2"),
-        ("speculators", "DFlash, half of whose layers slide"),
-        ("speculators", "mixed"),
-    ],
-)
+@pytest.mark.parametrize(("format", "name"), [(format, name) for format in PUBLISHED for name in PUBLISHED[format]])
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
     head = filed_head(target, **HEADS[name])
-    publish(tmp_path, head, target, format)
+    if format == "ours":
+        save_head(head, tmp_path)
+    else:
+        publish(tmp_path, head, target, format)
     assert head_kind(tmp_path)
     again = load_head(tmp_path, target)
     assert isinstance(again, BlockHead)
-    assert (again.version, again.from_anchor) == (head.version, head.from_anchor)
+    assert (again.version, again.from_anchor, again.drafts) == (head.version, head.from_anchor, head.drafts)
     assert drafted(again, target).equal(drafted(head, target))
     save_head(again, tmp_path)  # in our layout
+    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 2, 4]
+    assert load_head(tmp_path).state_dict().keys() == head.state_dict().keys()
     assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
 
 
-def test_a_reduced_vocabulary_may_be_smaller_than_a_selectors_candidates(target, tmp_path: Path) -> None:
-    head = filed_head(target, "dflash2", draft_vocab=6, candidates=8)
-    save_head(head, tmp_path)
-    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
+WRONG = [
+    ({"target_layer_ids": [1, 2, 5]}, r"layers \[2, 3, 6\] of a target of 6 layers.*up to 5"),
+    ({"target_layer_ids": [1, 4, 2]}, r"layers \[2, 5, 3\].*ascending"),
+    ({"target_layer_ids": None}, "does not name its feature layers"),
+    ({"block_size": None}, "does not say its block_size"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types {'chunked_attention'}, with"),
+    ({"dflash_config": {"use_swa": True, "swa_window_size": 4}}, "window of 4 tokens is shorter than a"),
+    ({"architectures": ["DFlash2BeamDraftModel"]}, "format of DFlash 2 with beams"),
+    ({"architectures": ["Qwen3XPressModel"]}, "format of XPress"),
+    ({"architectures": ["JetSpecDraftModel"]}, "format of JetSpec"),
+    ({"architectures": ["LlamaForCausalLMEagle4"]}, "format of EAGLE-4"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+    ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_type by layer type"),
+    ({"architectures": ["Gemma3DSparkModel"]}, "Gemma's norms"),
+    ({"markov_head_type": "gated"}, "markov_head_type gated, with which"),
+    ({"num_hidden_layers": 3}, r"layers\.2.*load it together with its target"),
+    ({"markov_rank": 0}, r"(?s)Unexpected key.*markov_w1"),
+    ({"vocab_size": 99}, "99 tokens; this target has"),
+]
 
 
-@pytest.mark.parametrize(
-    ("format", "fields", "told"),
-    [
-        ("DeepSpec", {"target_layer_ids": [1, 2, 5]}, r"layers \[2, 3, 6\] of a target of 6 layers.*up to 5"),
-        ("DeepSpec", {"target_layer_ids": [1, 4, 2]}, r"layers \[2, 5, 3\].*ascending"),
-        ("DeepSpec", {"target_layer_ids": None}, "does not name its feature layers"),
-        ("DeepSpec", {"block_size": None}, "does not say its block_size"),
-        (
-            "DeepSpec",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer_types {'chunked_attention'}, with",
-        ),
-        (
-            "DeepSpec",
-            {"dflash_config": {"use_swa": True, "swa_window_size": 4}},
-            "window of 4 tokens is shorter than a",
-        ),
-        ("DeepSpec", {"architectures": ["DFlash2BeamDraftModel"]}, "format of DFlash 2 with beams"),
-        ("DeepSpec", {"architectures": ["Qwen3XPressModel"]}, "format of XPress"),
-        ("DeepSpec", {"architectures": ["JetSpecDraftModel"]}, "format of JetSpec"),
-        ("DeepSpec", {"architectures": ["LlamaForCausalLMEagle4"]}, "format of EAGLE-4"),
-        ("DeepSpec", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
-        ("DeepSpec", {"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_type by layer type"),
-        ("DeepSpec", {"architectures": ["Gemma3DSparkModel"]}, "Gemma's norms"),
-        ("DeepSpec", {"markov_head_type": "gated"}, "markov_head_type gated, with which"),
-        ("DeepSpec", {"num_hidden_layers": 3}, r"layers\.2.*load it together with its target"),
-        ("DeepSpec", {"markov_rank": 0}, r"(?s)Unexpected key.*markov_w1"),
-        ("DeepSpec", {"vocab_size": 99}, "99 tokens; this target has"),
-        *(  # in either part of the file
-            (
-                "DeepSpec",
-                {"dflash_config": {key: "other"}} if i % 2 else {key: "other"},
-                rf"{key} other\b.*, with which",
-            )
-            for i, key in enumerate([*(key for key in COMPUTED if re.fullmatch("[a-z_]+", key)), *UNKNOWN])
-            if key not in DERIVED
-        ),
-    ],
-)
-def test_what_is_not_computed_here_is_refused(format, fields, told: str, target: PreTrainedModel, tmp_path) -> None:
-    published = publish(tmp_path, filed_head(target, "dspark"), target, format)
-    (tmp_path / "config.json").write_text(json.dumps(published | fields))
-    assert head_kind(tmp_path)
-    with pytest.raises(UserError, match=told):
-        load_head(tmp_path, target)
+def test_what_is_not_computed_here_is_refused(target: PreTrainedModel, tmp_path) -> None:
+    published = publish(tmp_path, filed_head(target, "dspark"), target, "DeepSpec")
+    keys = [*(key for key in COMPUTED if re.fullmatch("[a-z_]+", key) and key not in DERIVED), *UNKNOWN]
+    others = [({key: "other"}, rf"{key} other\b.*, with which") for key in keys]
+    nested = [({"dflash_config": fields}, told) for fields, told in others]
+    for fields, told in [*WRONG, *others[::2], *nested[1::2]]:  # in either part of the file
+        (tmp_path / "config.json").write_text(json.dumps(published | fields))
+        assert head_kind(tmp_path)
+        with pytest.raises(UserError, match=told):
+            load_head(tmp_path, target)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +230,7 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "dflash", window=6)) == {}
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
-    mixed = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
-    assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"llama.cpp"}
+    assert unserved(make_block_head(target, "dflash", **MIXED)).keys() == {"llama.cpp"}
     apart = make_block_head(target, "dspark")
     apart.config.confidence_head_with_markov = False
     assert unserved(apart) == {"llama.cpp": "its confidence head does not read the Markov head"}

@@ -1,8 +1,5 @@
 """Block heads (DFlash, DSpark): their forward, and decoding that never changes the output's distribution."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +8,17 @@ import pytest
 import torch
 from enumeration import Experiment, joint_bias
 from families import build_architecture
-from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate, together
 from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
-from reading import on_host
+from reading import on_host, watched
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from decode.core.draft import Drafts
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, max_probability, token_probability
-from decode.drafters.model import BlockDrafter, Step
+from decode.drafters.model import BlockDrafter
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
 from decode.loop import Method, Text, run
@@ -28,9 +26,9 @@ from decode.measure.acceptance import as_drafted, offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
-from decode.models.heads.block import BlockHead
+from decode.models.heads.block import BlockHead, block_attention, seen_by_blocks
 from decode.models.heads.block_config import block_config, default_layers, mask_token
-from decode.models.heads.block_runner import Block, BlockRunner
+from decode.models.heads.block_runner import BlockRunner
 from decode.options import MethodOptions
 
 SMALL = 8
@@ -44,10 +42,6 @@ KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}),
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (3, False), (None, True), (4, True)])
 def test_a_gpus_visibility_is_the_cpus_mask_and_vllms(window: int | None, causal: bool) -> None:
-    from torch.nn.attention.flex_attention import create_mask
-
-    from decode.models.heads.block import block_attention, seen_by_blocks
-
     anchors, slots, time = torch.tensor([[1, 3], [0, 4]]), 3, 5
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (6, 11, 11))
@@ -63,10 +57,9 @@ def test_a_gpus_visibility_is_the_cpus_mask_and_vllms(window: int | None, causal
     torch.testing.assert_close(block_attention(*shape)(q, k, v), scores @ v)
 
 
-@pytest.mark.parametrize("pack", ["off", "on"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "pack"), [(torch.float32, "on"), (torch.float64, "off")])
 @pytest.mark.parametrize(("version", "shape"), KINDS)
-def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
+def test_the_runner_drafts_what_the_plain_twin_says(
     version: str, shape: dict[str, Any], dtype: torch.dtype, pack: str, tiny
 ) -> None:
     target = tiny("llama", vocab_size=SMALL, dtype=dtype)
@@ -120,11 +113,11 @@ def methods(head: BlockRunner, runner: Any, warp: LogitsWarper) -> dict[str, Met
 @pytest.mark.parametrize(("version", "shape"), KINDS)
 def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -> None:
     target, warp = double("llama", vocab_size=SMALL), LogitsWarper(temperature=1.3, top_k=2)
-
     runner = fast_runner(target)
     head = BlockRunner(make_block_head(target, version, **shape), target)
     there = Experiment(runner, warp, PROMPT, 3, forward=after(target))
-    for name, method in methods(head, runner, warp).items():
+    cases = list(methods(head, runner, warp).items())
+    for name, method in cases if shape is KINDS[2][1] else cases[KINDS.index((version, shape)) % 2 :: 2]:
         assert there.bias(method) < 1e-12, name
         assert sum(sum(r.drafted for r in trace) for trace in there.traces), name
         if shape is KINDS[2][1] and "cost" not in name:  # whose estimate learns from both texts
@@ -136,21 +129,16 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -
     ("family", "version", "shape"), [*(("llama", *KINDS[i]) for i in (0, 2, 4)), ("gpt_neox", *KINDS[2])]
 )
 def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[str, Any], tiny) -> None:
-    target = tiny(family)
+    target, prompts = tiny(family), [*PROMPTS, [5]]
     runner, head = open_runner(target), BlockRunner(make_block_head(target, version, **shape), target)
+    wanted, options = [generate(target, prompt) for prompt in prompts], MethodOptions(draft_length=3, tree_nodes=7)
     for method in ("block", "block-tree", "hybrid", "cost-optimal"):
-        for prompt in (*PROMPTS, [5]):
-            made = build(
-                method, MethodInputs(runner, GREEDY, head, options=MethodOptions(draft_length=3, tree_nodes=7))
-            )
-            assert_decodes(runner, made, generate(target, prompt), prompt)
-    wanted = [generate(target, prompt) for prompt in PROMPTS]
-    made = build("block", MethodInputs(runner, GREEDY, head))
-    texts = [Text(runner, made, GREEDY, prompt, max_new_tokens=len(text) - len(prompt), shares_learning=False)
-             for prompt, text in zip(PROMPTS, wanted)]  # fmt: skip
-    for _ in run(runner, made, texts, 2):
-        pass
-    assert [text.ids for text in texts] == wanted
+        inputs = MethodInputs(runner, GREEDY, head, options=options)
+        for prompt, text in zip(prompts, wanted):
+            assert_decodes(runner, build(method, inputs), text, prompt)
+    system = build("block", MethodInputs(runner, GREEDY, head))
+    found = together(runner, system, prompts, batch_size=2, max_new_tokens=NEW)
+    assert [text.ids for text in found] == wanted
 
 
 WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention", "full_attention"]}
@@ -158,31 +146,18 @@ WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention",
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize(
-    ("version", "shape"),
-    [
-        ("dspark", {}),
-        ("dflash2", WINDOWED),
-        ("dflash2", WINDOWED | {"draft_vocab": 24}),
-    ],
+    ("version", "shape"), [("dspark", {}), ("dflash2", WINDOWED), ("dflash2", WINDOWED | {"draft_vocab": 24})]
 )
-def test_every_round_drafts_each_slot_given_the_token_before(
-    version: str, shape: Any, sample: bool, double, monkeypatch
-) -> None:
+def test_every_round_drafts_each_slot_given_the_token_before(version: str, shape: Any, sample: bool, double) -> None:
     """Greedily or drawn from q, which a selector sets to 0 outside its candidates; a window's rows stay in the cache."""
     target = double("llama")
     module, warp, ids = make_block_head(target, version, **shape), LogitsWarper(0.8), list(PROMPTS[0])
     head, runner = BlockRunner(module, target), open_runner(target)
-    method = build(
-        "block", MethodInputs(runner, warp, head, options=MethodOptions(draft_length=3, sample_block=sample))
-    )
-    text, kept = Text(runner, method, warp, ids, max_new_tokens=24, rng=TorchRng(0)), module.draft_ids()
-    propose, proposed = method.drafter.propose, list[Drafts]()
-
-    def noted(requests: Any, device: Any) -> Drafts:
-        proposed.append(propose(requests, device))  # rounds do not keep q
-        return proposed[-1]
-
-    monkeypatch.setattr(method.drafter, "propose", noted)
+    options = MethodOptions(draft_length=3, sample_block=sample)
+    method = build("block", MethodInputs(runner, warp, head, options=options))
+    text, kept = Text(runner, method, warp, ids, max_new_tokens=12, rng=TorchRng(0)), module.draft_ids()
+    proposed = list[Drafts]()
+    watched(method.drafter, lambda _, drafts: proposed.append(drafts))  # rounds do not keep q
     for _ in run(runner, method, [text]):
         (draft,), q = on_host(proposed[-1]), proposed[-1].probs
         rows = plain_scores(module, target, ids, draft.ids[:-1], draft.depth) if draft.ids else ()
@@ -196,23 +171,7 @@ def test_every_round_drafts_each_slot_given_the_token_before(
             else:
                 assert (token, q) == (int(argmax(row)), None)
         ids = list(text.ids)
-    assert len(ids) > 24
-
-
-class SaysBase(BlockDrafter):
-    """Draws from the selector's q, and says that it drew from the logits without it."""
-
-    def chains(self, requests: Any, limits: Any, step: Step) -> Drafts:
-        drafts, (block,) = super().chains(requests, limits, step), self.blocks
-        drafts.probs = self.warp(block.logits[0])[None, : drafts.tokens.shape[1]]
-        return drafts
-
-    def drafts(self, requests: Any, limits: Any) -> Drafts:
-        self.blocks = list[Block]()
-        draft = self.runner.draft
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.runner, "draft", lambda *given: self.blocks.append(draft(*given)) or self.blocks[0])
-            return super().drafts(requests, limits)
+    assert len(ids) > 12
 
 
 class SeesItsToken(BlockDrafter):
@@ -235,7 +194,7 @@ def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> 
     runner = fast_runner(target)
     head = BlockRunner(make_block_head(target, "dflash2"), target)
     there = Experiment(runner, warp, PROMPT, 2, forward=after(target))
-    for drafter, exact in ((BlockDrafter, True), (SaysBase, False), (SeesItsToken, False)):
+    for drafter, exact in ((BlockDrafter, True), (SeesItsToken, False)):
         bias = there.bias(Method("", drafter(head, runner, warp, sample=True), StopRule(2)))
         assert (bias < 1e-12) if exact else (bias > 1e-3), (drafter.__name__, bias)
 
@@ -264,18 +223,13 @@ def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(versio
             assert likeliest.kept[0][row] == (drafted == ids[start + row])
 
 
-@pytest.mark.parametrize("version", ["dflash", "dspark", "dflash2"])
-@pytest.mark.parametrize(
-    ("name", "changes", "finish"),
-    [
-        ("Granite", {"logits_scaling": 3.0}, lambda x: x / 3),
-        ("Cohere", {"logit_scale": 0.5}, lambda x: x / 2),
-        ("Gemma 2", {"final_logit_softcapping": 2.0}, lambda x: 2 * (x / 2).tanh()),
-    ],
-)
-def test_what_a_target_does_behind_its_output_head_is_done_to_a_block_s_logits(
-    name: str, changes: dict[str, float], finish: Callable[[Tensor], Tensor], version: str
-) -> None:
+@pytest.mark.parametrize("version", ["dspark", "dflash2"])
+@pytest.mark.parametrize("name", ["Granite", "Gemma 2"])
+def test_what_a_target_does_behind_its_output_head_is_done_to_a_block_s_logits(name: str, version: str) -> None:
+    changes, finish = {
+        "Granite": ({"logits_scaling": 3.0}, lambda x: x / 3),
+        "Gemma 2": ({"final_logit_softcapping": 2.0}, lambda x: 2 * (x / 2).tanh()),
+    }[name]
     target, tokens = build_architecture(name, **changes), torch.tensor(PROMPTS[:1])
     head, ids = make_block_head(target, version), PROMPTS[0]
     runner, row = BlockRunner(head, target), plain_scores(head, target, ids, [], head.drafts)

@@ -1,9 +1,7 @@
 """Every architecture decodes as its own `generate` does, or is refused with a reason (docs/targets.md)."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -21,14 +19,18 @@ from architectures import (
     opened,
     table,
 )
-from families import VOCAB, resembling
-from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from enumeration import Experiment
+from families import CONTEXT, VOCAB, in_double, resembling
+from greedy import GREEDY, PROMPTS, assert_decodes, generate, together
+from heads import make_head
 from peft import LoraConfig, get_peft_model
 from reading import Reader
-from scripted import Oracle, RandomTree
+from scripted import WAYS, Oracle, RandomTree
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.drafters.model import ModelDrafter
@@ -37,15 +39,17 @@ from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models import api, huggingface
 from decode.models.api import Model, Read
-from decode.models.check import TOLERANCE, compare, open_runner, shorten_windows, twin_of
+from decode.models.check import TOLERANCE, compare, open_draft_runner, open_runner, shorten_windows, twin_of
 from decode.models.fast import layout
 from decode.models.fast.forward import FastRunner, fast_runner
-from decode.models.huggingface import HuggingFaceRunner
+from decode.models.huggingface import AGAIN, HuggingFaceRunner, RollbackCache
+from decode.options import MethodOptions
 from decode.writing import draws_of_loop, write_texts
+from distill.kinds import start
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]
-NEW = 20
+NEW = 14
 
 
 @cache
@@ -54,8 +58,13 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 @cache
+def runner_of(name: str) -> Model:
+    return open_runner(model_of(name))
+
+
+@cache
 def opened_of(name: str) -> Opened:
-    return opened(name, model_of(name))
+    return opened(name, model_of(name), lambda _: runner_of(name))
 
 
 @cache
@@ -72,34 +81,33 @@ def assert_follows(runner: Model, text: list[int], ways: tuple[str, ...] = ("alt
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_texts_are_those_of_generate(name: str) -> None:
     """One token at a time, by chains that are right, wrong, half right, and by trees with the right branch hidden."""
-    model = model_of(name)
-    runners = [open_runner(model)]
+    model, runners = model_of(name), [runner_of(name)]
     if isinstance(runners[0], FastRunner):
         packed = open_runner(model, pack="on")
         packed.network.first_qkv = None  # as where they would take too much memory
         runners += [packed, open_runner(model, fast=False)]
     new = min(NEW, (runners[0].boundary or runners[0].limit) + 1 - max(map(len, PROMPTS)))
-    ways = ["empty", "alternating", "wrong"] + ["tree"] * (name not in NO_TREES)
-    ways += ["overlong"] * (new == NEW)  # longrope's texts end at its boundary, behind which nothing may be read
-    for runner in runners:
-        for prompt, written in zip(PROMPTS, texts_of(name)):
+    # longrope's texts end at its boundary, behind which nothing may be read
+    ways = (["empty", "tree"], ["wrong", "alternating", *["overlong"] * (new == NEW)])
+    fewer = (["tree"], ["alternating"])
+    for runner, asked in zip(runners, (ways, fewer, fewer)):
+        for prompt, written, some in zip(PROMPTS, texts_of(name), asked):
             text = written[: len(prompt) + new]
-            for way in ways:
+            for way in some if name not in NO_TREES else [way for way in some if way != "tree"]:
                 rounds = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, new)
-                assert (sum(r.accepted for r in rounds) > 3) == (way not in ("empty", "wrong"))
-            if name not in NO_TREES:
-                system = Method("random", RandomTree(VOCAB, nodes=20), StopRule())
-                assert_decodes(runner, system, text, prompt, new)
+                assert (sum(r.accepted for r in rounds) > 2) == (way not in ("empty", "wrong"))
+        if name not in NO_TREES:
+            assert_decodes(runner, Method("random", RandomTree(VOCAB, nodes=20), StopRule()), text, prompt, new)
 
 
 @pytest.mark.parametrize("piece", [4, 512])
-def test_a_prompt_behind_the_boundary_of_longrope_has_the_whole_context_and_others_end_there(
+def test_texts_end_at_the_boundary_of_longrope_unless_their_prompt_is_behind_it(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts are those of generate, which goes on at the boundary of 16 tokens, and longer ones by other frequencies."""
     monkeypatch.setattr(api, "PIECE", piece)
     model = model_of("Phi-3, rope longrope")
-    runner, draft = open_runner(model), open_runner(resembling(model, 0.1))
+    runner, draft = runner_of("Phi-3, rope longrope"), open_runner(resembling(model, 0.1))
     assert (runner.limit, runner.boundary) == (64, 16)
     prompts = [[(5 * i + 3) % VOCAB for i in range(length)] for length in (5, 15, 16, 17, 18, 40)]
     ends = [17, 17, 17, 41, 42, 64]
@@ -124,10 +132,12 @@ def test_a_prompt_behind_the_boundary_of_longrope_has_the_whole_context_and_othe
 )
 def test_a_limit_of_this_package_says_so(name: str, why: str) -> None:
     with pytest.raises(UserError, match=f"the target's context holds 64{why}"):
-        decode(open_runner(model_of(name)), Method("", NoDrafter(), StopRule()), GREEDY, [1] * 65)
+        decode(runner_of(name), Method("", NoDrafter(), StopRule()), GREEDY, [1] * 65)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", ["Llama", "Gemma 3", "GPT-2", "BLOOM", "GPT-OSS", "DeepSeek-V3", "Mamba-2", "DeepSeek-V3.2", "DeepSeek-V4"]
+)
 def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     model = build_architecture(name, dtype=torch.bfloat16)
     runner = open_runner(model)
@@ -136,14 +146,11 @@ def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     assert bool(runner.tree_refusal) == (name in NO_TREES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str, dtype: torch.dtype) -> None:
-    model = build_architecture(name, dtype=dtype)
-    with pytest.raises(UserError) as refusal:
+def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str) -> None:
+    model = model_of(name)
+    with pytest.raises(UserError, match=rf"{type(model).__name__} .*model\.generate.*Llama"):
         open_runner(model)
-    for fact in (type(model).__name__, "model.generate", "Llama"):
-        assert fact in str(refusal.value)
 
 
 @torch.inference_mode()
@@ -151,7 +158,7 @@ def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: st
 def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None:
     """Some layers have read the tokens then, one has read them in part, some have not."""
     model, ids = model_of(name), torch.tensor([(7 * i + i // 5) % VOCAB for i in range(24)])
-    runner, wanted = open_runner(model), model(input_ids=ids[None], use_cache=False).logits[0]
+    runner, wanted = runner_of(name), model(input_ids=ids[None], use_cache=False).logits[0]
     inner = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
 
     def interrupt(*_: object) -> None:
@@ -175,9 +182,9 @@ def test_encoder_decoders_are_refused() -> None:
         open_runner(model)
 
 
-@pytest.mark.parametrize("name", sorted(NO_TREES))
+@pytest.mark.parametrize("name", ["BLOOM", "Mamba-2"])
 def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> None:
-    runner = open_runner(model_of(name))
+    runner = runner_of(name)
     with pytest.raises(UserError, match="cannot verify token trees: it"):
         build("lookahead", MethodInputs(runner, GREEDY))
     with pytest.raises(UserError, match="token trees"):
@@ -186,14 +193,9 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "field", "window"),
-    [
-        ("Mistral", "sliding_window", 6),
-        ("Phi-3", "sliding_window", 6),
-        ("Gemma 3", "sliding_window", 128),
-        ("Llama 4", "attention_chunk_size", 8192),
-    ],
+    [("Phi-3", "sliding_window", 6), ("Gemma 3", "sliding_window", 128), ("Llama 4", "attention_chunk_size", 8192)],
 )
-def test_a_tree_mask_without_the_window_is_noticed(
+def test_a_tree_mask_without_its_window_is_noticed(
     name: str, field: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the check at opening: it reads past the end of a window of any length."""
@@ -284,31 +286,19 @@ def test_a_large_models_projections_are_fused_in_its_own_memory_once(name: str, 
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
 
 
-def _hooked(model: PreTrainedModel) -> None:
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "change"),
-    [
-        ("Llama", {}, _hooked),
-        ("Gemma 3", {"attn_logit_softcapping": 5.0}, None),
-        ("Gemma 3", {"final_logit_softcapping": 5.0}, None),
-    ],
-)
-def test_hooks_and_soft_caps_take_the_ordinary_call(
-    name: str, changes: dict[str, float], change: Callable[[PreTrainedModel], None] | None
-) -> None:
-    model = build_architecture(name, **changes)
-    if change is not None:
-        change(model)
+@pytest.mark.parametrize("changes", [{}, {"attn_logit_softcapping": 5.0}, {"final_logit_softcapping": 5.0}], ids=str)
+def test_hooks_and_soft_caps_take_the_ordinary_call(changes: dict[str, float]) -> None:
+    model = build_architecture("Gemma 3", **changes)
+    if not changes:
+        model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
     text = generate(model, PROMPTS[0], NEW)
     runner = open_runner(model)
     assert type(runner) is HuggingFaceRunner
     assert_follows(runner, text)
 
 
-def test_the_documented_tables_are_what_opening_the_models_says() -> None:
+def test_the_documented_tables_are_what_opening_the_models_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "FakeTensorMode", nullcontext)  # tiny models are faster than shapes alone
     made = GENERATED + table([opened_of(name) for name in ARCHITECTURES])
     again = "docs/targets.md is out of date: run python tests/support/architectures.py"
     assert DOCS.read_text(encoding="utf-8").endswith(made), again
@@ -316,3 +306,115 @@ def test_the_documented_tables_are_what_opening_the_models_says() -> None:
         assert (opened_of(name).group == "Refused") == (name in REFUSED), name
         assert (opened_of(name).group == "Recurrent and hybrid") == (name in RECURRENT), name
         assert (opened_of(name).cells.get("trees") == ("yes", "")) == (name in TREES), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_a_text_ends_with_its_budget_and_with_a_stop_token_wherever_they_stand_in_a_draft(name: str, way: str) -> None:
+    runner = runner_of(name)
+    for prompt, text in zip(PROMPTS, texts_of(name)):
+        for end in range(len(prompt), len(prompt) + 8):
+            method = Method("", Oracle(text, way, VOCAB), StopRule())
+            assert_decodes(runner, method, text[: end + 1], prompt, end + 1 - len(prompt))
+            first = text.index(text[end], len(prompt))
+            assert_decodes(runner, method, text[: first + 1], prompt, stop_ids={text[end]})
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-2", "Gemma 2"])
+def test_prompts_of_one_token_and_of_the_whole_context_are_served(name: str) -> None:
+    model = model_of(name)
+    runner, draft = runner_of(name), ModelDrafter(open_runner(resembling(model, 0.15)), GREEDY, VOCAB)
+    full = [(7 * i * i + 3) % VOCAB for i in range(CONTEXT)]
+    # the last token written is never read, so it may stand past the end
+    for prompt, new, budget in (([5], 10, 10), (full, 1, 20), (full[:-3], 4, 20)):
+        wanted = generate(model, prompt, new)
+        for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
+            assert_decodes(runner, Method("", drafter, StopRule()), wanted, prompt, budget)
+
+
+@pytest.mark.parametrize(("name", "penalty"), [("Llama", 1.5), ("GPT-NeoX", 0.7), ("OPT", 1.5)])
+def test_repetition_penalties_act_as_in_generate(name: str, penalty: float) -> None:
+    model, warp, prompt = model_of(name), LogitsWarper(repetition_penalty=penalty), PROMPTS[1]
+    runner, draft = runner_of(name), open_runner(resembling(model, 0.05))
+    wanted = generate(model, prompt, NEW, repetition_penalty=penalty)
+    assert wanted != texts_of(name)[1]
+    for drafter in (ModelDrafter(draft, warp, VOCAB), Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
+        text = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
+        assert text.ids == wanted
+        assert sum(r.accepted for r in text.rounds) > 1
+
+
+IDS = (torch.arange(40) * 7919 + 1) % VOCAB
+
+
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+@torch.inference_mode()
+def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: str) -> None:
+    """Also several in a row, behind the copied states and before them, and with more to read again than `AGAIN`.
+
+    Delta rules of random weights grow rounding to hundredths; a state of another position is wrong by whole units.
+    """
+    model, runner = model_of(name), runner_of(name)
+    whole = model(input_ids=IDS[None], use_cache=False, output_hidden_states=True)
+    fresh, states = whole.logits[0], whole.hidden_states[1][0]
+    cache = runner.new_cache()
+    runner.forward([Read(cache, IDS[:8])])
+    pieces = [(3, 0), (5, 4), (5, 3), (1, 0), (6, 5), (7, 2), (9, 1), (2, 1), (9, 9), (4, 12), (6, 1), (1, 1)]
+
+    def read(piece: int, last: int) -> int:
+        start, end = cache.length, cache.length + piece
+        out = runner.forward([Read(cache, IDS[start:end])], capture=(1,), last=last)
+        assert len(out.hidden) == last
+        torch.testing.assert_close(out.logits, fresh[end - last : end], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(out.captured, states[start:end], rtol=0.05, atol=0.05)
+        return end
+
+    for piece, back in pieces:
+        end = read(piece, piece) - back
+        cache.truncate(end)
+        assert cache.length == end
+    cache.truncate(3 + AGAIN)
+    assert len(cache.unread) > AGAIN
+    read(2, 1)
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Mamba-2"])
+def test_sampled_drafts_are_exact_on_a_hybrid_and_on_a_recurrent_target(name: str, monkeypatch) -> None:
+    """By enumeration of the production loop, whose draft keeps a state too; a state that is not put back is found."""
+    monkeypatch.setattr(Tensor, "float", lambda self: self.double())  # these models compute parts of it in float32
+    target = in_double(build_architecture(name, vocab_size=2)).double()
+    warp, options = LogitsWarper(0.9), MethodOptions(draft_length=2)
+    draft = HuggingFaceRunner(resembling(target, 0.15))
+    inputs = MethodInputs(HuggingFaceRunner(target), warp, draft, options=options)
+    experiment = Experiment(inputs.target, warp, [0, 1, 1, 0, 1], 3)
+    with torch.inference_mode():
+        assert experiment.bias(build("vanilla", inputs)) < 1e-12
+        assert max(experiment.drafted) > 0
+
+        def only_cut(cache: RollbackCache, length: int) -> None:
+            cache.read = length
+            cache._crop(length)
+
+        monkeypatch.setattr(RollbackCache, "rewind", only_cut)
+        assert experiment.bias(build("vanilla", inputs)) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "LFM2", "Qwen3-Next", "DeepSeek-V4"])
+def test_texts_in_a_batch_are_those_of_generate(name: str) -> None:
+    model = model_of(name)
+    runner, draft = runner_of(name), open_runner(resembling(model, 0.1))
+    wanted = [generate(model, prompt, 12) for prompt in PROMPTS]
+    for method in ("prompt-lookup", "vanilla"):
+        system = build(method, MethodInputs(runner, GREEDY, draft, options=MethodOptions(draft_length=3)))
+        texts = together(runner, system, PROMPTS, batch_size=3, max_new_tokens=12)
+        assert [text.ids for text in texts] == wanted
+        assert sum(r.drafted for text in texts for r in text.rounds) > 0
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "LFM2", "Gemma 4"])
+def test_heads_are_made_for_targets_without_attention_heads_and_with_layers_of_several_shapes(name: str) -> None:
+    model, runner = model_of(name), runner_of(name)
+    head = open_draft_runner(make_head(model, 3), model)
+    text = generate(model, PROMPTS[0])
+    rounds = assert_decodes(runner, build("eagle", MethodInputs(runner, GREEDY, draft=head)), text, PROMPTS[0])
+    assert sum(r.drafted for r in rounds) > 0

@@ -1,7 +1,5 @@
 """EAGLE: heads through their fast forward, chains and trees that never change the output's distribution."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,13 +13,12 @@ from families import CONTEXT
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from heads import check_chain_attention, make_block_head, make_head
 from plain_logits import after, head_logits
-from reading import Drafting, Reader, paths
+from reading import Drafting, Reader, paths, watched
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import MeanOfRejected, StopRule, negative_entropy
 from decode.drafters import model
@@ -33,7 +30,7 @@ from decode.errors import UserError
 from decode.loop import Method, Text, decode_texts, run
 from decode.methods import MethodInputs, build
 from decode.models import api
-from decode.models.api import Model, Out
+from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastForward, fast_runner
 from decode.models.heads import block_runner
@@ -44,7 +41,6 @@ from decode.models.heads.runner import DraftHeadRunner, HeadRunner, in_target
 from decode.models.huggingface import HuggingFaceRunner
 from decode.options import MethodOptions
 
-FAMILIES = ["llama", "qwen3", "gpt_neox", "gpt2"]
 SMALL = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
 
@@ -65,26 +61,7 @@ def drafted(drafter: Drafter, target: Model, ids: list[int], window: int, max_de
         return begin(drafter, target, ids).propose(ids, StopRule(window), max_depth)
 
 
-@pytest.mark.parametrize("pack", ["off", "on"])
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma2"])  # Gemma's embedding is more than its table
-def test_the_fast_forward_drafts_what_teacher_forcing_says(family: str, version: int, pack: str, tiny) -> None:
-    target = tiny(family, **({"final_logit_softcapping": None} if family == "gemma2" else {}))
-    runner, ids = as_runner(target, version, pack), PROMPTS[1] + [5, 6, 2, 7]
-    start, head = len(PROMPTS[1]), Reader(runner)
-    source = Reader(open_runner(target))
-    source.read(ids[: start - 1], head=0, capture=runner.head.captured_layers)
-    head.cache.settle(source.out.captured)
-    head.read(ids[: start - 1], head=0)
-    # the pending token with a true feature, then with the head's own states
-    rows = [head.read([token], head=1) for token in ids[start - 1 : -1]]
-    for depth, row in enumerate(rows, 1):
-        wanted = head_logits(runner.head, target, ids[: start + depth], start + depth - 1, depth)
-        torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("pack", ["off", "on"])
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("version", "pack"), [(1, "off"), (3, "on")])
 def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pack: str, tiny) -> None:
     target, ids = tiny("llama"), PROMPTS[0]
     runner, source = as_runner(target, version, pack), Reader(open_runner(target))
@@ -115,26 +92,23 @@ def test_a_tree_holds_the_likeliest_nodes_below_the_likeliest_of_each_level(thre
     target, numbers = tiny("llama"), torch.Generator().manual_seed(0)
     scores = -torch.randint(1, 16, (20, 3), generator=numbers).sort(-1).values / 4  # exact, and often equal
     ids, limits, least = torch.randint(0, 20, (20, 3), generator=numbers), [1, 4, 3, 5], math.log(threshold or 1e-300)
-    drafter = FeatureTreeDrafter(
-        as_runner(target, 3), open_runner(target), GREEDY, width=3, nodes=7, threshold=threshold
-    )
+    shape = {"width": 3, "nodes": 7, "threshold": threshold}
+    drafter = FeatureTreeDrafter(as_runner(target, 3), open_runner(target), GREEDY, **shape)
 
     def plain(first: int, limit: int) -> list[tuple[int, ...]]:
         nodes, above = [], [(0.0, (first,))]
         for _ in range(limit):
             level = [
-                (score + value, (*path, token))
+                (score + scores[path[-1], i].item(), (*path, ids[path[-1], i].item()))
                 for score, path in above
-                for value, token in zip(scores[path[-1]].tolist(), ids[path[-1]].tolist())
+                for i in range(3)
             ]
             nodes += level
             above = sorted(level, key=lambda node: -node[0])[:3]
         return [path[1:] for score, path in sorted(nodes, key=lambda node: -node[0])[:7] if score >= least]
 
     first = torch.tensor([[3], [8], [12], [17]])
-    grown = drafter.grow(
-        (scores[first], ids[first]), lambda level, at, tokens: (scores[tokens], ids[tokens]), limits, 3
-    )
+    grown = drafter.grow((scores[first], ids[first]), lambda level, at, x: (scores[x], ids[x]), limits, 3)
     for tree, token, limit in zip(grown, first[:, 0].tolist(), limits):
         assert sorted(paths(tree)) == sorted(plain(token, limit))
     assert grown[0].depth == 1
@@ -149,9 +123,7 @@ TREES = [
 
 
 @pytest.mark.parametrize(("family", "fast", "version"), [("llama", True, 3), ("gpt2", False, 1)])
-def test_feature_heads_draft_for_texts_together_what_does_not_change_them(
-    family, fast, version, tiny, count_forwards
-) -> None:
+def test_feature_heads_draft_for_texts_together_what_changes_none(family, fast, version, tiny, count_forwards) -> None:
     target = tiny(family)
     runner, head = open_runner(target, fast=fast), as_runner(target, version)
     prompts = [*PROMPTS, [5], [2, 40, 7], [8] * (CONTEXT - 6)]
@@ -199,8 +171,6 @@ def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None
         tree = drafted(FeatureTreeDrafter(head, runner, GREEDY, width=width, nodes=nodes), runner, prompt, 4)
         assert len(set(paths(tree))) == len(tree) == wanted
 
-    with pytest.raises(UserError, match="feature head"):
-        build("eagle", MethodInputs(runner, GREEDY, runner))
     assert isinstance(build("vanilla", MethodInputs(runner, GREEDY, head)).drafter, FeatureDrafter)
     for method, branch in (("hybrid", 0), ("hybrid-tree", 2)):  # a head's chain stays one: not every target reads trees
         made = build(method, MethodInputs(runner, GREEDY, head, options=MethodOptions(copy_branch=2)))
@@ -213,30 +183,27 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     runner, head = open_runner(target), as_runner(target, 3)
     asked = []
 
-    class Checked(FeatureDrafter):
-        def propose(self, requests, device):
-            drafts, ids = super().propose(requests, device), requests[0].ids
-            if drafts.lengths[0]:
-                fresh = head_logits(head.head, target, [*ids, 0], len(ids))[0]
-                assert int(fresh.argmax()) == int(drafts.tokens[0, 0])
-                asked.append(len(ids))
-            return drafts
+    def look(requests: Any, drafts: Any) -> None:
+        ids = requests[0].ids
+        if drafts.lengths[0]:
+            fresh = head_logits(head.head, target, [*ids, 0], len(ids))[0]
+            assert int(fresh.argmax()) == int(drafts.tokens[0, 0])
+            asked.append(len(ids))
 
     prompt = PROMPTS[0] + generate(target, PROMPTS[0])  # so that parts of what follows stood there before
     wanted = generate(target, prompt)
-    hybrid = HybridDrafter(Checked(head, runner, GREEDY), match=2, length=4)
+    hybrid = HybridDrafter(watched(FeatureDrafter(head, runner, GREEDY), look), match=2, length=4)
     trace = assert_decodes(runner, Method("hybrid", hybrid, StopRule(4)), wanted, prompt)
     assert 2 < len(asked) < len(trace) - 2
 
 
-@pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize(
-    ("family", "make"), [("llama", fast_runner), ("qwen3", fast_runner), ("gpt_neox", HuggingFaceRunner)]
+    ("family", "make", "version"),
+    [("llama", fast_runner, 3), ("qwen3", fast_runner, 1), ("gpt_neox", HuggingFaceRunner, 3)],
 )
 def test_feature_heads_are_lossless(family: str, make: Callable[..., Model], version: int, double) -> None:
     target = double(family, vocab_size=SMALL)
     warp = LogitsWarper(temperature=1.3, top_k=2)
-
     runner, head = make(target), as_runner(target, version)
     there = Experiment(runner, warp, PROMPT, 3, forward=after(target))
     chain, tree = FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)
@@ -245,7 +212,7 @@ def test_feature_heads_are_lossless(family: str, make: Callable[..., Model], ver
     for drafter in (chain, tree, pruned, *hybrids, HybridDrafter(tree, match=3, branch=2)):
         assert there.bias(Method("", drafter, StopRule(3))) < 1e-12
         assert {r.accepted for trace in there.traces for r in trace} >= {0, 1}
-        if family == "llama" and version == 3:
+        if family == "llama":
             with torch.inference_mode():
                 assert joint_bias(runner, Method("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
     entropy = StopRule(20, negative_entropy, threshold=MeanOfRejected())
@@ -261,32 +228,20 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
     assert not head_kind(tmp_path / "absent")
     again = load_head(tmp_path, target)
     assert head_logits(again, target, ids, 3, 2).equal(head_logits(head, target, ids, 3, 2))
-    with pytest.raises(UserError, match="width"):
-        load_head(tmp_path, tiny("llama", vocab_size=SMALL))
     file = tmp_path / "model.safetensors"
     if version == 3:  # of the tables of its vocabulary the mask follows from the other one
         state = load_file(file)
         drafted = state.pop("t2d").nonzero()[:, 0]
         save_file(state, file)
         assert load_head(tmp_path, target).draft_ids().equal(drafted)
-        del state["d2t"]
-        save_file(state, file)
-        with pytest.raises(UserError, match="d2t"):
-            load_head(tmp_path, target)
     head.fc.weight.data[0, 0] = math.nan
     save_head(head, tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} .*its weights are not finite"):
         load_head(tmp_path, target)
-    file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="is cut off or damaged"):
-        load_head(tmp_path, target)
 
 
 def test_three_different_states_are_captured_whatever_the_depth() -> None:
-    for layers in range(3, 40):
-        captured_layers = default_captured_layers(layers)
-        assert list(captured_layers) == sorted(set(captured_layers))
-        assert 0 <= captured_layers[0] < captured_layers[2] < layers
+    assert all(len(set(default_captured_layers(layers))) == 3 for layers in range(3, 40))
     assert default_captured_layers(2) == (0, 1)
     assert default_captured_layers(32) == (2, 16, 29)
     assert default_captured_layers(4) == (1, 2, 3)
@@ -324,26 +279,6 @@ def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny, recwa
 def runners(target: PreTrainedModel) -> list[tuple[DraftHeadRunner, Callable[..., Drafter]]]:
     made = [(as_runner(target, version), FeatureDrafter) for version in (1, 3)]
     return [*made, (BlockRunner(make_block_head(target, "dflash"), target), BlockDrafter)]
-
-
-def test_features_wait_in_the_pieces_that_came_and_are_joined_when_a_draft_reads_them(tiny, monkeypatch) -> None:
-    """A text may be decoded for long without a draft: a round costs nothing that grows with its length."""
-    target, ids = tiny("llama", num_hidden_layers=6), PROMPTS[1] * 4
-    runner = open_runner(target)
-    for head, make in runners(target):
-        drafter = make(head, runner, GREEDY)
-        source, wanted = Reader(runner), drafted(drafter, runner, ids, 3)
-        source.read(ids[:-1], head=0, capture=drafter.capture)
-        drafting = Drafting(drafter, ids[:2], captured=source.out.captured[:1])
-        with torch.inference_mode(), monkeypatch.context() as patch:
-            patch.setattr(torch, "cat", None)
-            for at in range(1, len(ids) - 1):
-                out = Out(source.out.logits, source.out.hidden, source.out.captured[at : at + 1])
-                drafting.update(ids[: at + 2], Round(Draft(()), [], ids[at + 1], ids[at + 1 :]), out)
-        with torch.inference_mode():
-            found = drafting.propose(ids, StopRule(3), 10)
-        assert found.ids == wanted.ids, type(head.head).__name__
-        assert len(drafting.state.cache.unread) == 0
 
 
 def test_features_that_wait_while_nothing_is_drafted_are_bounded(tiny, monkeypatch) -> None:

@@ -1,7 +1,5 @@
 """GGUF files stand wherever a model or tokenizer is named; those that cannot be read are refused with the next step."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable
@@ -41,11 +39,11 @@ def test_logits_are_those_of_the_unpacked_weights(kind: str, model: PreTrainedMo
         for weight in model.parameters():
             if weight.ndim == 2:
                 weight.copy_(unpacked(weight, kind))
-    opened, tokenizer = load_model(path, **CPU), load_tokenizer(path)
-    ids = torch.tensor([tokenizer("Tom has 3 apples")["input_ids"]])
-    assert torch.equal(ids, torch.tensor([make_tokenizer()("Tom has 3 apples")["input_ids"]]))
+    ids = load_tokenizer(path)("Tom has 3 apples")["input_ids"]
+    assert ids == make_tokenizer()("Tom has 3 apples")["input_ids"]
     with torch.no_grad():
-        assert torch.allclose(opened(ids).logits, model(ids).logits, atol=1e-5)
+        logits = [each(torch.tensor([ids])).logits for each in (load_model(path, **CPU), model)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
 def test_digits_are_read_one_by_one_where_the_header_says_so(model: PreTrainedModel, tmp_path: Path) -> None:

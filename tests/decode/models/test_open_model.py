@@ -1,15 +1,11 @@
 """Opening a model: device and number format are decided once; what cannot be opened is refused with the next step."""
 
-from __future__ import annotations
-
-import copy
 import json
 import math
 import re
-import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +13,7 @@ import pytest
 import torch
 from heads import make_head
 from huggingface_hub import constants, get_session
-from pairs import into_cache, make_tokenizer, save_pair
-from peft import LoraConfig, get_peft_model
+from pairs import edit, into_cache, make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 from tokenizers_of_kinds import byte_level
 from transformers.utils import logging as hf_logging
@@ -56,18 +51,10 @@ def test_auto_is_the_gpu_and_the_checkpoints_format_where_there_is_one(monkeypat
     assert choose_dtype("bfloat16", torch.device("cpu")) == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("mps", "no float64"),
-        ("cuda", "choose cpu or auto"),
-        ("gpu", "choose auto, cpu, cuda"),
-        ("cuda:3", "does not find"),
-    ],
-)
-def test_devices_that_are_not_here_are_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["mps", "cuda", "gpu", "cuda:3"])
+def test_devices_that_are_not_here_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(device == "cuda:3"))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"no float64|choose (auto, cpu|cpu or auto)|does not find"):
         choose_device(device)
 
 
@@ -80,13 +67,13 @@ def refusal(path: Path) -> str:
 
 def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
     target, config = folder / "target", folder / "target" / "config.json"
-    weights, fields = target / "model.safetensors", json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"intermediate_size": 20}))
+    weights, before = target / "model.safetensors", config.read_bytes()
+    edit(config, intermediate_size=20)
     assert re.search(r"do not fit its configuration: .*mlp.* is \[.*\] instead of \[.*20", refusal(target))
-    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
-    config.write_text(json.dumps(fields | quantised))
+    config.write_bytes(before)
+    edit(config, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
     assert "pip install" in refusal(target)
-    config.write_text(json.dumps(fields))
+    config.write_bytes(before)
     state = load_file(weights)
     kept = {name: tensor for name, tensor in state.items() if ".layers.1." not in name}
     save_file(kept, weights, metadata={"format": "pt"})
@@ -103,7 +90,7 @@ def changed(folder: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> st
     file, config = folder / "model.safetensors", folder / "config.json"
     old = file.read_bytes(), config.read_text()
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
-    config.write_text(json.dumps(json.loads(old[1]) | fields))
+    edit(config, **fields)
     try:
         load_model(folder, **CPU)
     except UserError as error:
@@ -133,11 +120,7 @@ def test_nothing_in_a_models_files_is_left_unread(folder: Path) -> None:
         (r"layers\.1\.\S+ has no place", {}, {"num_hidden_layers": 1}),
         ("layers.9.mlp.up_proj.weight has no place", layer, {"num_nextn_predict_layers": 1}),
         ("v_head.weight has no place", {"v_head.weight": bias}, {}),
-        (
-            "by the method modelopt, which transformers does not",
-            {},
-            {"quantization_config": {"quant_method": "modelopt"}},
-        ),
+        ("the method modelopt, which transformers", {}, {"quantization_config": {"quant_method": "modelopt"}}),
         ("", {f"{UP}.bias": bias * 0}, {}),
         ("", {f"{UP}.input_scale": scale}, {}),
         ("", {"model.layers.0.self_attn.rotary_emb.inv_freq": bias}, {}),
@@ -148,26 +131,20 @@ def test_nothing_in_a_models_files_is_left_unread(folder: Path) -> None:
         assert re.search(words, refused) if words else not refused, (words, refused)
 
 
-def test_a_folder_that_holds_two_models_is_refused_and_an_index_without_shards_is_not(
-    tmp_path: Path, tiny: Any
-) -> None:
+def test_a_folder_of_two_models_is_refused_and_an_index_without_shards_is_not(tmp_path: Path, tiny: Any) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
-    save_file(load_file(shards[0]), single := tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for read in (tensors_in, weight_fingerprints):
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole/model.safetensors").rename(tmp_path / "model.safetensors")
+    for read in (tensors_in, weight_fingerprints, partial(load_model, **CPU)):
         with pytest.raises(UserError, match=rf"holds {shards[0].name} and model\.safetensors"):
             read(tmp_path)
-    assert "holds" in refusal(tmp_path)
-    single.unlink()
-    model.save_pretrained(tmp_path)
     for shard in shards:
-        shard.unlink(missing_ok=True)
+        shard.unlink()
     assert (tmp_path / sources.INDEX).exists()
     assert load_model(tmp_path, **CPU).lm_head.weight.equal(model.lm_head.weight)
     assert {*weight_fingerprints(tmp_path)} == {"model.safetensors"}
-    get_peft_model(copy.deepcopy(model), LoraConfig(r=2)).save_pretrained(tmp_path)
-    assert re.search(r"holds adapter_config\.json and model\.safetensors", refusal(tmp_path))
 
 
 def laid(file: Path, content: Any) -> None:
@@ -206,6 +183,8 @@ def test_a_shard_that_is_not_whole_is_named_with_what_to_do(content: Any, words:
 
 
 OUTSIDE = json.dumps({"weight_map": {"x": "../model.safetensors"}}).encode()
+GONE: dict[str, Any] = {"model.safetensors": None}
+ADAPTER: dict[str, Any] = {"adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS}
 
 
 @pytest.mark.parametrize(
@@ -213,30 +192,15 @@ OUTSIDE = json.dumps({"weight_map": {"x": "../model.safetensors"}}).encode()
     [
         ({"pytorch_model.bin": b"", "model.fp16.safetensors": ZEROS, "consolidated.safetensors": ZEROS}, ""),
         ({"original/consolidated.safetensors": ZEROS, "original/params.json": b"{}"}, ""),
-        ({"model.safetensors": None, "pytorch_model.bin": b""}, r"no safetensors file.*but pytorch_model\.bin.*python"),
-        (
-            {"model.safetensors": None, "model.fp16.safetensors": ZEROS},
-            r"but model\.fp16.*of another name may be renamed",
-        ),
-        ({"model.safetensors": None, "consolidated.safetensors": ZEROS}, r"but consolidated\.safetensors: "),
-        ({"model.safetensors": None}, "no safetensors file that is read .*but no other weights: download it, unless"),
+        (GONE | {"pytorch_model.bin": b""}, r"no safetensors file.*but pytorch_model\.bin.*python"),
+        (GONE | {"model.fp16.safetensors": ZEROS}, r"but model\.fp16.*of another name may be renamed"),
+        (GONE | {"consolidated.safetensors": ZEROS}, r"but consolidated\.safetensors: "),
+        (GONE, "no safetensors file that is read .*but no other weights: download it, unless"),
         ({"model.safetensors": NOWHERE}, "model.safetensors is a link that leads nowhere"),
-        (
-            {"model.safetensors": None, sources.INDEX: OUTSIDE},
-            r"names .*\.\./model\.safetensors, which is not in its fold",
-        ),
-        (
-            {"model.safetensors": None, "adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS},
-            "holds adapter_config.json: .*an adapter is not read: merge it .*merge_and_unload",
-        ),
-        (
-            {"adapter_config.json": b"{}", "adapter_model.safetensors": ZEROS},
-            "holds adapter_config.json and model.safe",
-        ),
-        (
-            {"hf_quant_config.json": b"{}"},
-            "by the method that hf_quant_config.json describes, .*: take its files in 16",
-        ),
+        (GONE | {sources.INDEX: OUTSIDE}, r"names .*\.\./model\.safetensors, which is not in its fold"),
+        (GONE | ADAPTER, "holds adapter_config.json: .*an adapter is not read: merge it .*merge_and_unload"),
+        (ADAPTER, "holds adapter_config.json and model.safe"),
+        ({"hf_quant_config.json": b"{}"}, "that hf_quant_config.json describes, .*: take its files in 16"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -254,10 +218,10 @@ def test_what_lies_beside_a_models_files_changes_nothing_or_is_refused(files: An
 
 
 def test_weights_of_the_name_that_the_configuration_gives_are_read_by_all(tmp_path: Path, tiny: Any) -> None:
-    model, config = tiny("llama"), tmp_path / "config.json"
+    model = tiny("llama")
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "other.safetensors"}))
+    edit(tmp_path / "config.json", transformers_weights="other.safetensors")
     for wanted in (None, "lm_head"):
         assert load_model(tmp_path, **CPU, wanted=wanted).lm_head.weight.equal(model.lm_head.weight)
     assert {*weight_fingerprints(tmp_path)} == {"other.safetensors"}
@@ -268,15 +232,12 @@ def test_weights_of_the_name_that_the_configuration_gives_are_read_by_all(tmp_pa
     [
         ("", None, ""),
         (sources.INDEX, b'{"weight_map": {"x": "1.safetensors"}}', "holds 1.safetensors and model.safetensors"),
-        ("adapter_config.json", b"{}", "holds adapter_config.json and model.safetensors"),
         ("hf_quant_config.json", b"{}", "that hf_quant_config.json describes"),
         ("model.safetensors", NOWHERE, "model.safetensors is a link that leads nowhere"),
-        ("model.safetensors", None, "no safetensors file"),
-        ("model.safetensors", {f"{UP}.weight": torch.zeros(2).to(FP8)}, "a format that takes a scale|is missing"),
     ],
     ids=str,
 )
-def test_a_name_on_the_hub_is_read_from_its_snapshot_by_the_same_rules(
+def test_a_name_on_the_hub_is_read_by_the_same_rules(
     file: str, content: Any, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = load_model(folder / "target", **CPU).lm_head.weight
@@ -342,13 +303,9 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
     asked = []
     session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
     monkeypatch.setattr(sources, "get_session", lambda: session)
-    began = time.monotonic()
     for reads in (partial(load_model, **CPU), load_tokenizer, load_config):
-        with pytest.raises(
-            UserError, match=r"^cannot load the \w+ 'some/name@v1': .*; it is no folder .* does not answer: "
-        ):
+        with pytest.raises(UserError, match=r"^cannot load the \w+ 'some/name@v1': .*it is no folder .* not answer: "):
             reads("some/name@v1")
-    assert time.monotonic() - began < 10  # huggingface_hub alone takes 23 s for each
     assert len(asked) == 1
     assert constants.HF_HUB_OFFLINE is False
     sources._silent.cache_clear()
@@ -360,11 +317,8 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
 def test_loading_leaves_transformers_messages_as_they_were(folder: Path) -> None:
     """Two threads load at once; the settings are the process's."""
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    threads = [Thread(target=partial(load_model, folder / name, **CPU)) for name in ("target", "draft") * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: load_model(folder / name, **CPU), ("target", "draft") * 2))
     assert before == (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled())
 
 
@@ -378,25 +332,22 @@ def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, 
         return model, {"missing_keys": set(), "mismatched_keys": set(), "unexpected_keys": set()}
 
     monkeypatch.setattr(opening, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
-    config = folder / "target" / "config.json"
-    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
+    edit(folder / "target" / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     load_model(folder / "target", **CPU)
     assert asked["device_map"] == {"": torch.device("cpu")}
 
 
-def test_a_draft_goes_where_its_target_is_in_its_format(folder: Path) -> None:
+def test_a_draft_goes_where_its_target_is_in_its_format_if_it_has_its_tokenizer(folder: Path) -> None:
     target = load_model(folder / "target", device="cpu", dtype="bfloat16", device_map="cpu")
-    draft = open_draft(folder / "draft", target, make_tokenizer())
-    assert draft.dtype == torch.bfloat16
-    assert draft.device == target.device
-
-
-def test_a_drafts_tokenizer_that_cannot_be_read_is_an_error_and_not_left_unchecked(folder: Path) -> None:
-    target = load_model(folder / "target", **CPU)
+    tokenizer = make_tokenizer()
+    draft = open_draft(folder / "draft", target, tokenizer)
+    assert (draft.dtype, draft.device) == (torch.bfloat16, target.device)
+    byte_level().save_pretrained(folder / "draft")
+    with pytest.raises(UserError, match=r"is not the target's: id .*assisted generation .*assistant_tokenizer"):
+        open_draft(folder / "draft", target, tokenizer)
     (folder / "draft" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
-        open_draft(folder / "draft", target, make_tokenizer())
+        open_draft(folder / "draft", target, tokenizer)
 
 
 def test_renamed_added_tokens_open_with_a_line_and_plain_ones_are_refused() -> None:
@@ -414,10 +365,3 @@ def test_a_draft_of_weights_that_are_not_numbers_is_named(folder: Path) -> None:
     model.save_pretrained(folder / "draft")
     with pytest.raises(UserError, match=f"{folder}/draft gives logits that are not finite"):
         _ = load(folder / "target", folder / "draft", device="cpu").draft_runner
-
-
-def test_a_draft_of_another_tokenizer_is_refused_with_who_takes_it(folder: Path) -> None:
-    target = load_model(folder / "target", **CPU)
-    byte_level().save_pretrained(folder / "draft")
-    with pytest.raises(UserError, match=r"is not the target's: id .*assisted generation .*assistant_tokenizer"):
-        open_draft(folder / "draft", target, make_tokenizer())

@@ -1,7 +1,5 @@
 """Prompts and chats have the same ids wherever they are read; only prompts get a start token by the tokenizer."""
 
-from __future__ import annotations
-
 import pytest
 from pairs import make_tokenizer
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start
@@ -23,9 +21,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
-def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_token_or_not(
-    template: str, adds: bool
-) -> None:
+def test_a_chat_is_what_its_template_writes_with_and_without_a_start_token(template: str, adds: bool) -> None:
     """Engines send the template's text with add_special_tokens=False, as transformers does."""
     tokenizer = with_start(template, adds=adds)
     ids = chat_ids(tokenizer, HELLO)
@@ -67,10 +63,8 @@ def test_a_prompt_that_begins_with_the_start_token_gets_no_second_one() -> None:
 
 def test_a_continuation_gets_neither_start_token_nor_space() -> None:
     tokenizer = with_start(end=True)
-    assert [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])] == [
-        ["a", "b"],
-        ["▁", "c"],
-    ]
+    pieces = [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])]
+    assert pieces == [["a", "b"], ["▁", "c"]]
 
 
 def test_chats_that_a_template_refuses_or_does_not_write_are_an_error() -> None:
@@ -85,9 +79,7 @@ def test_chats_that_a_template_refuses_or_does_not_write_are_an_error() -> None:
         check_template(with_start("strict"), "Be brief.")
     for role, message in (("assistant", "does not write the assistant's turns"), ("system", "leaves the system")):
         deaf = with_start("plain")
-        deaf.chat_template = (
-            f"{{% for m in messages if m.role != '{role}' %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% endfor %}}"
-        )
+        deaf.chat_template = f"{{% for m in messages if m.role != '{role}' %}}{{{{ m.content }}}}{{% endfor %}}"
         with pytest.raises(UserError, match=message):
             check_template(deaf, "Be brief.")
 

@@ -1,7 +1,5 @@
 """Feature heads in the formats of other projects: each computes what a plain twin does, or is refused by its format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from huggingface_hub import constants
+from pairs import edit, into_cache
 from plain_logits import head_logits
 from reading import Reader
 from safetensors.torch import load_file, save_file
@@ -46,118 +45,78 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SPECULATORS = {  # every key that its version 0.9 writes beside the layer's
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "speculators_version": "0.9.0",
-    "draft_vocab_size": DRAFTED,
-    "target_hidden_size": None,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "embed_requires_grad": False,
-    "eagle_aux_hidden_state_layer_ids": None,
-    "transformers_version": "5.19.0",
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
-        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
-    },
-}
-SPECFORGE = {  # of its templates, which its exports keep, and what transformers adds
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.02,
-    "max_window_layers": 36,
-    "sliding_window": 512,
-    "use_sliding_window": False,
-    "decoder_sparse_step": 1,
-    "pretraining_tp": 1,
-    "mlp_bias": False,
-    "target_model_type": "gemma3_text",
-    "torch_dtype": "bfloat16",
-    "dtype": "bfloat16",
-    "transformers_version": "5.3.0",
-    "use_cache": True,
-    "draft_vocab_size": DRAFTED,
-}
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW, "use_sliding_window": True}
+THREE = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+NVIDIA = {"use_aux_hidden_state": False, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+          "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+          "next_layer_regular": True}  # fmt: skip
+
+
+def of(architecture: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **fields}
+
+
+def by_speculators(layer: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Every key that its version 0.9 writes."""
+    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"}
+    proposed = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+    methods = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposed]}
+    written = {"speculators_model_type": "eagle3", "speculators_version": "0.9.0", "transformers_version": "5.19.0"}
+    off = dict.fromkeys(
+        ["norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad", "tie_word_embeddings"], False
+    )
+    absent = {"target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None}
+    written |= (
+        off | absent | {"dtype": "bfloat16", "draft_vocab_size": DRAFTED, "transformer_layer_config": SHAPE | layer}
+    )
+    return of("Eagle3Speculator", **written | {"speculators_config": methods | {"verifier": verifier}} | fields)
+
+
+def by_specforge(**fields: Any) -> dict[str, Any]:
+    """What its templates hold, which its exports keep, and what transformers adds."""
+    zeros = {"attention_dropout": 0.0, "pad_token_id": 0}
+    written = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "max_window_layers": 36}
+    written |= {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": 512}
+    written |= {"decoder_sparse_step": 1, "pretraining_tp": 1, "target_model_type": "gemma3_text", "use_cache": True}
+    written |= {"torch_dtype": "bfloat16", "dtype": "bfloat16", "transformers_version": "5.3.0"}
+    return of("LlamaForCausalLMEagle3", **zeros | written | {"draft_vocab_size": DRAFTED} | fields)
+
+
 FORMATS = {
     # the authors' own: the architecture of the target, any number of layers
-    "EAGLE": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "draft_vocab_size": DRAFTED},
-    "SGLang": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-        "head_dim": 12,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "SpecForge": {**SPECFORGE, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "rope_scaling": {}},
-    "SpecForge 3.1": {
-        **SPECFORGE,
-        "fc_norm": True,
-        "norm_output": True,
-        "rope_scaling": {**SCALED, "original_max_position_embeddings": 16},
-        "rope_theta": 5e5,
-    },
-    "vLLM": {
-        "architectures": ["Eagle3LlamaForCausalLM"],
-        "eagle_aux_hidden_state_layer_ids": [1, 3],
-        "eagle_config": {"norm_before_fc": True},
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    },
-    "Automodel": {"architectures": ["LlamaEagle3DraftModel"], "model_type": "phi3", "attention_bias": True},
-    "speculators": {
-        **SPECULATORS,
-        "norm_before_residual": True,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "transformer_layer_config": SHAPE | {"architectures": ["LlamaForCausalLM"], "layer_types": ["full_attention"]},
-    },
-    "speculators, norm before fc": {
-        **SPECULATORS,
-        "norm_before_residual": False,
-        "norm_before_fc": True,
-        "norm_output": True,
-        "transformer_layer_config": SHAPE | {"layer_types": ["full_attention"], "sliding_window": 2048},
-    },
-    "speculators, Qwen3": {
-        **SPECULATORS,
-        "fc_norm": True,
-        "norm_output": True,  # without norm_before_residual, for which vLLM takes true
-        "transformer_layer_config": SHAPE
-        | {"model_type": "qwen3", "head_dim": 16}
-        | {"layer_types": ["sliding_attention"], "sliding_window": WINDOW, "use_sliding_window": True},
-    },
-    "Qwen2.5-VL": {
-        "architectures": ["Eagle3Qwen2_5vlForCausalLM"],
-        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
-    },
-    "NVIDIA, last state": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {
-            "use_aux_hidden_state": False,
-            "parallel_draft_step": 1,
-            "parallel_draft_heads_num_layers": 1,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "next_layer_regular": True,
-        },
-    },
-    "narrow": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 24,
-        "target_hidden_size": 32,
-        "fc_norm": True,
-    },
-    "EAGLE-1": {"architectures": ["LlamaForCausalLM"]},
-    "EAGLE-1, Qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "EAGLE-1, vLLM": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle", "model": SHAPE},
+    "EAGLE": of("LlamaForCausalLM", num_hidden_layers=40, draft_vocab_size=DRAFTED),
+    "SGLang": of("LlamaForCausalLMEagle3", eagle_config=THREE, head_dim=12, hidden_act="gelu_pytorch_tanh"),
+    "SpecForge": by_specforge(eagle_config=THREE, rope_scaling={}),
+    "SpecForge 3.1": by_specforge(
+        fc_norm=True, norm_output=True, rope_theta=5e5, rope_scaling=SCALED | {"original_max_position_embeddings": 16}
+    ),
+    "vLLM": of(
+        "Eagle3LlamaForCausalLM",
+        eagle_aux_hidden_state_layer_ids=[1, 3],
+        eagle_config={"norm_before_fc": True},
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ),
+    "Automodel": of("LlamaEagle3DraftModel", model_type="phi3", attention_bias=True),
+    "speculators": by_speculators(
+        of("LlamaForCausalLM", layer_types=["full_attention"]),
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+    ),
+    "speculators, norm before fc": by_speculators(
+        {"layer_types": ["full_attention"], "sliding_window": 2048},
+        norm_before_residual=False,
+        norm_before_fc=True,
+        norm_output=True,
+    ),
+    "speculators, Qwen3": by_speculators(  # without norm_before_residual, for which vLLM takes true
+        {"model_type": "qwen3", "head_dim": 16} | SLIDING, fc_norm=True, norm_output=True
+    ),
+    "Qwen2.5-VL": of("Eagle3Qwen2_5vlForCausalLM", rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}),
+    "NVIDIA, last state": of("LlamaForCausalLMEagle3", eagle_config=NVIDIA),
+    "narrow": of("LlamaForCausalLMEagle3", hidden_size=24, target_hidden_size=32, fc_norm=True),
+    "EAGLE-1": of("LlamaForCausalLM"),
+    "EAGLE-1, Qwen2": of("Qwen2ForCausalLM", model_type="qwen2"),
+    "EAGLE-1, vLLM": of("EagleLlamaForCausalLM", model_type="eagle", model=SHAPE),
 }
 PREFIX = {"Automodel": "model."}
 LAYER = dict.fromkeys([*(name for name in FORMATS if "speculators" in name), "vLLM", "Automodel"], "layers.0.")
@@ -196,9 +155,8 @@ def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Ten
     qkv = {"q": 4 * d, "k": 2 * d, "v": 2 * d}
     shapes = {f"self_attn.{name}_proj.weight": (n, read) for name, n in qkv.items()}
     shapes |= {f"{name}.weight": (width,) for name in norms} | {"self_attn.o_proj.weight": (width, 4 * d)}
-    shapes |= {f"mlp.{name}_proj.weight": (48, width) for name in ("gate", "up")} | {
-        "mlp.down_proj.weight": (width, 48)
-    }
+    shapes |= {f"mlp.{name}_proj.weight": (48, width) for name in ("gate", "up")}
+    shapes["mlp.down_proj.weight"] = (width, 48)
     if format in ("Automodel", "EAGLE-1, Qwen2"):
         shapes |= {f"self_attn.{name}_proj.bias": (n,) for name, n in qkv.items()}
     if format == "Automodel":
@@ -223,9 +181,8 @@ def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Ten
     state = {}
     for name, shape in (shapes | outside).items():
         noise = torch.randn(shape, generator=generator, dtype=target.dtype)
-        state[name] = (
-            1 + 0.1 * noise if "norm" in name else (0.1 if first else 0.4) * noise
-        )  # EAGLE-1's states have no norm
+        spread = 0.1 if first else 0.4  # EAGLE-1's states have no norm
+        state[name] = 1 + 0.1 * noise if "norm" in name else spread * noise
     if fields.get("draft_vocab_size") == DRAFTED:
         ids = torch.randperm(48, generator=generator)[:DRAFTED].sort()[0]
         state["d2t"] = ids - torch.arange(DRAFTED)
@@ -329,7 +286,8 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
     target = tiny(family, num_hidden_layers=4, **more)
     state = publish(tmp_path, target, format)
     assert head_kind(tmp_path)
-    runner, ids = HeadRunner(load_head(tmp_path, target), target), PROMPTS[1] + [5, 6, 2, 7]
+    runner = HeadRunner(load_head(tmp_path, target), target, "on" if format in ("EAGLE", "EAGLE-1") else "off")
+    ids = PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
     assert runner.limit == (WINDOW if format == "speculators, Qwen3" else 64)
     wanted = torch.stack(twin(state, format, target, ids, start))
@@ -352,69 +310,63 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
         assert sum(r.drafted for r in trace) > 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
-        ({"architectures": ["PeagleSpeculator"], "speculators_model_type": "peagle"}, "P-EAGLE"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
-        ({"medusa_num_heads": 3, "base_model_name_or_path": "target"}, "Medusa"),
-        ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "MTP"),
-        ({"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp"}, "MTP"),
-        ({"architectures": ["XPressSpeculator"], "speculators_model_type": "xpress", "xpress_rank": 256}, "XPress"),
-        ({"architectures": ["DominoDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
-        ({"architectures": ["LlamaForCausalLM"], "pard_token": 47, "spd_type": "pard2"}, "PARD-2"),
-        ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLPSpeculator"),
-        ({"architectures": ["Eagle2_5_VLForConditionalGeneration"]}, ""),  # models of their own
-        ({"model_type": "qwen3"}, ""),
-    ],
-)
-def test_another_format_of_drafts_is_refused_by_its_name(fields: dict[str, Any], told: str, target, tmp_path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert bool(head_kind(tmp_path)) == bool(told)
-    with pytest.raises(UserError, match=f"in the format of {told} .*train one" if told else "no safetensors file"):
-        load_head(tmp_path, target)
+OTHER_FORMATS = [
+    ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
+    ({"architectures": ["PeagleSpeculator"], "speculators_model_type": "peagle"}, "P-EAGLE"),
+    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
+    ({"medusa_num_heads": 3, "base_model_name_or_path": "target"}, "Medusa"),
+    ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "MTP"),
+    ({"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp"}, "MTP"),
+    ({"architectures": ["XPressSpeculator"], "speculators_model_type": "xpress", "xpress_rank": 256}, "XPress"),
+    ({"architectures": ["LlamaForCausalLM"], "pard_token": 47, "spd_type": "pard2"}, "PARD-2"),
+    ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLPSpeculator"),
+    ({"architectures": ["Eagle2_5_VLForConditionalGeneration"]}, ""),  # models of their own
+    ({"model_type": "qwen3"}, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "tensors", "told"),
-    [
-        (
-            {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
-            {"midlayer.self_attn.kv_b_proj.weight": (4, 4)},
-            "kv_b_proj",
-        ),
-        ({"num_hidden_layers": 2}, {"layers.1.mlp.up_proj.weight": (48, 32)}, r"layers\.1\."),
-        ({}, {"mask_hidden": (1, 96)}, r"(?s)Unexpected key.*mask_hidden"),
-        ({}, {"fc.weight": (32, 64)}, "size mismatch"),
-        ({"eagle_config": {"parallel_draft_step": 4}}, {}, "parallel_draft_step 4"),
-        ({"layer_types": ["sliding_attention"]}, {}, "a sliding layer without a window"),
-        ({"layer_types": ["chunked_attention"]}, {}, "layer_types {'chunked_attention'}, with which"),
-        ({"residual_multiplier": 0.5}, {}, r"residual_multiplier 0\.5, with which.*can be removed"),
-        ({"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm True, with which"),
-        ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm False, with which"),
-        ({"is_causal": True}, {}, "is_causal True, with which"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {}, r"layers \[1, 2, 4\] of a target of 4"),
-        ({"hidden_size": 64}, {}, "width 64 and 48 tokens"),
-        ({"fc_norm": True}, {}, r"(?s)Missing key.*fc_norm\.0\.weight"),
-        ({"vocab_size": None}, {}, "does not say its vocab_size"),
-    ],
-)
-def test_what_a_head_has_beside_the_network_is_refused(fields, tensors, told: str, target, tmp_path) -> None:
+def test_another_format_of_drafts_is_refused_by_its_name(target, tmp_path) -> None:
+    for fields, told in OTHER_FORMATS:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert bool(head_kind(tmp_path)) == bool(told)
+        with pytest.raises(UserError, match=f"in the format of {told} .*train one" if told else "no safetensors file"):
+            load_head(tmp_path, target)
+
+
+UNREAD = [
+    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {"midlayer.self_attn.kv_b_proj.weight": (4, 4)}, "kv_b_proj"),
+    ({"num_hidden_layers": 2}, {"layers.1.mlp.up_proj.weight": (48, 32)}, r"layers\.1\."),
+    ({}, {"mask_hidden": (1, 96)}, r"(?s)Unexpected key.*mask_hidden"),
+    ({}, {"fc.weight": (32, 64)}, "size mismatch"),
+    ({"eagle_config": {"parallel_draft_step": 4}}, {}, "parallel_draft_step 4"),
+    ({"layer_types": ["sliding_attention"]}, {}, "a sliding layer without a window"),
+    ({"layer_types": ["chunked_attention"]}, {}, "layer_types {'chunked_attention'}, with which"),
+    ({"residual_multiplier": 0.5}, {}, r"residual_multiplier 0\.5, with which.*can be removed"),
+    ({"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm True, with which"),
+    ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm False, with which"),
+    ({"is_causal": True}, {}, "is_causal True, with which"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {}, r"layers \[1, 2, 4\] of a target of 4"),
+    ({"hidden_size": 64}, {}, "width 64 and 48 tokens"),
+    ({"fc_norm": True}, {}, r"(?s)Missing key.*fc_norm\.0\.weight"),
+    ({"vocab_size": None}, {}, "does not say its vocab_size"),
+]
+
+
+def test_what_a_head_has_beside_the_network_is_refused(target, tmp_path) -> None:
     publish(tmp_path, target, "SGLang")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | fields))
-    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "more.safetensors")
-    indexed(tmp_path)
-    with pytest.raises(UserError, match=told):
-        load_head(tmp_path, target)
+    for fields, tensors, told in UNREAD:
+        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "more.safetensors")
+        indexed(tmp_path)
+        with pytest.raises(UserError, match=told):
+            load_head(tmp_path, target)
 
 
 def test_a_published_pard_draft_is_a_language_model_that_drafts_in_one_forward(tiny, tmp_path: Path) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"pard_token": 47, "spd_type": "pard"}))
+    edit(tmp_path / "config.json", pard_token=47, spd_type="pard")
     assert not head_kind(tmp_path)
     again = load_model(tmp_path, device="cpu", dtype="auto")
     assert (mask_of(again), mask_of(open_runner(again)), mask_of(model)) == (47, 47, None)
@@ -438,39 +390,21 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(target, tmp_path: Path) ->
     assert (head.embed_tokens, head.owns_embedding) == (None, False)
 
 
-@pytest.mark.parametrize("change", ["absolute", "fractions", "twice", "outside"])
-def test_a_table_of_tokens_that_leads_elsewhere_is_refused(change: str, target, tmp_path) -> None:
+def test_a_table_of_tokens_that_leads_elsewhere_is_refused(target, tmp_path) -> None:
+    """Of ids instead of distances, of fractions, to one token twice, and out of the vocabulary."""
     table = publish(tmp_path, target, "SpecForge 3.1")["d2t"]
-    other = {
-        "absolute": table + torch.arange(DRAFTED),
-        "fractions": table.float(),
-        "twice": -torch.arange(DRAFTED),
-        "outside": table + 40,
-    }
     file = next(file for file in tmp_path.glob("*.safetensors") if "d2t" in load_file(file))
-    save_file(load_file(file) | {"d2t": other[change]}, file)
-    with pytest.raises(UserError, match=r"d2t|bincount"):
-        load_head(tmp_path, target)
-
-
-def test_weights_in_a_pickle_are_not_read(target, tmp_path: Path) -> None:
-    publish(tmp_path, target, "EAGLE")
-    for file in tmp_path.glob("*.safetensors*"):
-        file.unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert head_kind(tmp_path)
-    with pytest.raises(UserError, match=r"no safetensors file.*but pytorch_model\.bin: .*save_file"):
-        load_head(tmp_path, target)
+    for other in (table + torch.arange(DRAFTED), table.float(), -torch.arange(DRAFTED), table + 40):
+        save_file(load_file(file) | {"d2t": other}, file)
+        with pytest.raises(UserError, match=r"d2t|bincount"):
+            load_head(tmp_path, target)
 
 
 def test_a_head_on_the_hub_is_opened_by_its_name(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    folder = tmp_path / "models--org--head"
-    (folder / "snapshots" / "abc").mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("abc")
-    publish(folder / "snapshots" / "abc", target, "speculators")
+    publish(tmp_path / "head", target, "speculators")
+    into_cache(tmp_path / "hub", "org/head", tmp_path / "head")
     assert head_kind("org/head")
     assert load_head("org/head", target).normed_residual
     assert not head_kind("org/other")

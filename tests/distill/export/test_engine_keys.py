@@ -21,7 +21,7 @@ from heads import filed_head
 from pairs import make_tokenizer
 from safetensors.torch import load_file
 
-from decode.engines.server import CHECKOUT
+from decode.engines.base import CHECKOUT
 from decode.files import read_json
 from decode.models.heads.eagle import DraftHead, FeatureHead, head_config
 from decode.models.heads.files import SLIDING, save_head

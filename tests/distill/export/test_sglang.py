@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from sglang_classes import sglang_classes
 from transformers import LlamaConfig
 
-from decode.engines.server import CHECKOUT
+from decode.engines.base import CHECKOUT
 from decode.models.heads.eagle import FeatureHead, head_config
 from distill.export.head import write_head
 

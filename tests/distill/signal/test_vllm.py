@@ -30,7 +30,7 @@ from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.data.dataset import FEATURES, Expect, label_mask
 from distill.engine.check import refuse_differences
 from distill.engine.servers import Engine
-from distill.engine.states import StateFiles, layers_for
+from distill.engine.states import StateFiles
 from distill.engine.vllm import CONNECTOR
 from distill.networks import models
 from distill.networks.lm_head import LMHead
@@ -48,7 +48,6 @@ NORMS = "Llama, tied head", "Gemma 2", "Phi", "GPT-2", "OLMo", "Granite", "Coher
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch) -> None:
     monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
-    monkeypatch.setattr("distill.engine.states.PAUSE", 0.005)
     monkeypatch.setattr("distill.engine.servers.AGAIN", 0.02)
     monkeypatch.setattr("distill.engine.vllm.WAIT", 60)
     monkeypatch.setattr("distill.engine.vllm.FOLDER_WAIT", 0.1)
@@ -59,7 +58,7 @@ def states_of(
     model: PreTrainedModel, captured: list[int], folder: Path, parts: PreTrainedModel | None = None, **options: Any
 ) -> Any:
     """The source of a model's states out of a server, and the server."""
-    layers = layers_for(captured, model.config.get_text_config().num_hidden_layers)
+    layers = sorted({*captured, model.config.get_text_config().num_hidden_layers})
     server = StatesServer(model, layers, folder, **options)
     with serving(server) as (url, bodies):
         files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers)
@@ -162,7 +161,6 @@ def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(tiny, tmp_p
         assert torch.allclose(source(batch)[0], wanted, atol=1e-4)
         assert len(bodies) == 4 + 2 or (fault == "no file" and len(bodies) > 6)  # on a busy machine files are late
     assert not list(tmp_path.glob("*.safetensors*"))
-    monkeypatch.setattr("distill.engine.states.TRIES", 2)
     always = states_of(model, [], tmp_path, spoil=spoiled(fault, 99))
     with always as (source, _, _), pytest.raises(UserError, match=WORDS[fault]):
         source(batch)

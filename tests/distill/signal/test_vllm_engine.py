@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -25,7 +26,7 @@ from decode.errors import UserError
 from distill.config import Settings
 from distill.config.models import StudentSettings, TargetSettings
 from distill.config.teacher import EngineSettings, ResponseSettings
-from distill.engine.servers import Engine
+from distill.engine import servers
 from distill.engine.vllm import CONNECTOR, server_options
 from distill.kept import TEXT_IDS, Kept
 from distill.pipeline import check_command
@@ -59,15 +60,9 @@ def served(target: Path, layers: list[int], folder: Path) -> Iterator[str]:
     command, environment = server.ENGINES[engine.name].command(engine, None, port)
     command += ["--generation-config", "vllm", "--max-num-batched-tokens", "64", *server_options(layers, str(folder))]
     environment |= {"PYTHONPATH": str(CONNECTOR)}
-
-    def ready() -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    with server.running(command, ready, name="vLLM", seconds=1800.0, environment=environment):
-        yield f"http://127.0.0.1:{port}/v1"
+    asked = server.Server(f"http://127.0.0.1:{port}", "vllm")
+    with server.running(command, asked.ready, name="vLLM", seconds=1800.0, environment=environment):
+        yield f"{asked.url}/v1"
 
 
 def answers(url: str, target: Path, at_once: int) -> list[list[int]]:
@@ -103,17 +98,17 @@ def test_a_run_ends_as_from_disk_although_its_engine_was_killed(target, tmp_path
     settings = standing(tmp_path, target, "there")
     settings.teacher.signal = "vllm"
     run, _ = bench(settings)
-    layers, request, asked = run.engine_layers, Engine.request, count()
+    layers, ask, asked = run.engine_layers, servers.ask, count()
 
-    def killing(self: Engine, *given: object) -> object:
+    def killing(*given: Any, **options: Any) -> httpx.Response:
         if next(asked) == 22:  # when some answers have followed the first ones
             (worker,) = (p for p in psutil.Process().children(recursive=True) if "EngineCor" in p.name())
             worker.send_signal(signal.SIGKILL)
-        return request(self, *given)
+        return ask(*given, **options)
 
     with served(target, layers, tmp_path / "states") as url, monkeypatch.context() as patch:
         settings.teacher.engine.urls = [url]
-        patch.setattr(Engine, "request", killing)
+        patch.setattr(servers, "ask", killing)
         patch.setattr("distill.data.writing.FIRST", 4)
         run, _ = bench(settings)
         with pytest.raises(UserError, match="What is finished is kept"):
