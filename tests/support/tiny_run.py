@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from devices import ACCELERATOR
+from families import build_tiny
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
 from decode.files import write_json
 from distill.config import DraftSettings, Settings, TrainerSettings
@@ -76,6 +78,12 @@ def given(folder: Path, *parts: Any) -> TargetSettings:
     for part in parts:
         part.save_pretrained(folder)
     return TargetSettings(kind="as_is", model=str(folder))
+
+
+def random_target(folder: Path, tokenizer: PreTrainedTokenizerBase, **shape: Any) -> TargetSettings:
+    """The settings of a random target with a row for each id of the tokenizer, laid into the folder."""
+    shape = {"max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id} | shape
+    return given(folder, build_tiny("llama", vocab_size=len(tokenizer), **shape), tokenizer)
 
 
 def bench(settings: Settings) -> tuple[Run, io.StringIO]:
