@@ -48,8 +48,8 @@ class EngineStates:
         for number, part in enumerate(given):
             if part is not None:
                 states[number, : len(part)] = part.to(states)
-                with torch.autocast(states.device.type, enabled=False):  # a head too reads the last state normed
-                    states[number, : len(part), -1] = self.norm(states[number, : len(part), -1])
+        with torch.autocast(states.device.type, enabled=False):  # a head too reads the last state normed
+            states[:, :, -1] = self.norm(states[:, :, -1])
         hidden = states[:, :, -1].flatten(0, 1).index_select(0, batch[PLACES].to(states.device))
         return hidden, torch.cat([states[:, :, plane] for plane in self.planes], -1) if self.planes else None
 

@@ -70,7 +70,7 @@ class StatesServer:
         layers: Whose entering states it gives away.
         folder: Of the files.
         spoil: Changes an answer and its tensors by the number of the request; returns whether a file is written.
-        temperature: At which it samples if it is asked for another.
+        spoil_logits: Changes what it samples from, by the number of the request.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class StatesServer:
         layers: Sequence[int],
         folder: Path,
         spoil: Callable[[int, dict[str, Any], dict[str, torch.Tensor]], bool] = lambda *_: True,
-        temperature: Callable[[float], float] = float,
+        spoil_logits: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, logits: logits,
     ) -> None:
         self.model = copy.deepcopy(model)  # the other one is used at the same time
-        self.layers, self.folder, self.spoil, self.temperature = list(layers), folder, spoil, temperature
+        self.layers, self.folder, self.spoil, self.spoil_logits = list(layers), folder, spoil, spoil_logits
         self.lock, self.most = threading.Lock(), 0  # the most files that were there at once
 
     @torch.no_grad()
@@ -90,11 +90,10 @@ class StatesServer:
         ids, budget = list(body["prompt"]), body["max_tokens"]
         with self.lock:  # of the model
             chance = torch.Generator().manual_seed(body.get("seed", 0))
-            while len(ids) < len(body["prompt"]) + budget and ids[-1:] not in [
-                [i] for i in body.get("stop_token_ids", ())
-            ]:
-                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
-                p = (logits / (self.temperature(body["temperature"]) or 1)).softmax(-1)
+            ends = set(body.get("stop_token_ids", ()))
+            while len(ids) < len(body["prompt"]) + budget and not ends & {*ids[len(body["prompt"]) :]}:
+                logits = self.spoil_logits(number, self.model(torch.tensor([ids])).logits[0, -1].float())
+                p = (logits / (body["temperature"] or 1)).softmax(-1)
                 drawn = torch.multinomial(p, 1, generator=chance)
                 ids.append(int(drawn if body["temperature"] else logits.argmax()))
             whole = body.get("kv_transfer_params", {}).get("include_output_tokens")
@@ -107,11 +106,10 @@ class StatesServer:
         tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(read)}
         log_probs = out.logits[0].float().log_softmax(-1)
         rows = [{str(i): {"logprob": float(row[i])}} for row, i in zip(log_probs, read[1:])]
-        path = self.folder / f"{number}.safetensors"
+        path, new = self.folder / f"{number}.safetensors", ids[len(body["prompt"]) :]
+        reason = "stop" if ends & {*new} else "length"
         answer = {
-            "choices": [
-                {"token_ids": ids[len(body["prompt"]) :], "finish_reason": "stop", "prompt_logprobs": [None, *rows]}
-            ],
+            "choices": [{"token_ids": new, "finish_reason": reason, "prompt_logprobs": [None, *rows]}],
             "kv_transfer_params": {"hidden_states_path": str(path), "layers": self.layers, "quantization": None},
         }
         if self.spoil(number, answer, tensors) and "kv_transfer_params" in body:

@@ -1,8 +1,9 @@
 """A few examples of random ids, and settings to train on them."""
 
 import atexit
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -10,9 +11,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 from datasets import Dataset
+from pandas import DataFrame
 
+from decode.incoming import LeftOut, usable
+from decode.measure.suites import Row
+from decode.models.open import stop_ids
+from distill.config.data import DataSettings
 from distill.config.models import TrainingSettings
-from distill.data.chat import IGNORE, prompt_part
+from distill.data import corpus as corpora
+from distill.data import sources
+from distill.data.chat import IGNORE, ChatFormat, Example, prompt_part
 from distill.data.corpus import Corpus
 from distill.data.dataset import Examples
 from distill.kept import Kept, Shapes
@@ -65,6 +73,57 @@ def prompts_of(corpus: Corpus, *splits: Dataset) -> list[str]:
     rows = [row for split in splits for row in split]
     texts = corpus.tokenizer.batch_decode([prompt_part(row["input_ids"], row["labels"]) for row in rows])
     return [text.removeprefix("<s> ") for text in texts]
+
+
+Made = tuple[list[Example], list[tuple[str, str]]]
+"""Examples, and reason and detail of what is noted of rows."""
+
+
+def made_of_plain(plain: Sequence[Row], tokenizer: Any, settings: DataSettings, *, chat: bool = True) -> Made:
+    """What the corpus makes of rows in the plain shape."""
+    form = ChatFormat(tokenizer, settings.system, settings.args(), stop_ids(None, tokenizer))
+    columns = {name: [row[name] for row in plain] for name in sources.PLAIN}
+    entries = list(zip(*corpora._tokenised(columns, settings, form, chat).values()))
+    entries = [dict(zip(corpora.ENTRIES, entry)) for entry in entries]
+    examples = [Example(entry["input_ids"], entry["labels"]) for entry in entries if not entry["reason"]]
+    return examples, [(entry["reason"], entry["detail"]) for entry in entries if entry["reason"]]
+
+
+def made_of(row: Row, tokenizer: Any, *beside: Row, chat: bool = True, **settings: Any) -> Made:
+    """What the corpus makes of a row among others of these columns."""
+    given = DataSettings(**{"source": "rows.jsonl", "max_length": 2000} | settings)
+    left_out, empty = LeftOut(), dict.fromkeys(sources.PLAIN, "")
+    _, shape, _ = sources._shape(given, [row, *beside])
+    plain = [empty | made | {"number": number} for number, made in usable([row], left_out, shape)]
+    examples, notes = made_of_plain(plain, tokenizer, given, chat=chat)
+    return examples, [(reason, detail) for reason, _, detail in left_out] + notes
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> str:
+    """A file of rows in the format that its name ends with; returns its path."""
+    match path.suffix:
+        case ".parquet":
+            DataFrame(rows).to_parquet(path)
+        case ".csv":
+            DataFrame(rows).to_csv(path, index=False)
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".txt":
+            path.write_text("\n".join(row["text"] for row in rows))
+        case _:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def taught(tokenizer: Any, examples: Iterable[Any]) -> list[tuple[str, list[str]]]:
+    """The prompt of each example, and the texts that are learned."""
+    return [
+        (
+            tokenizer.decode(prompt_part(input_ids, labels)).removeprefix("<s> "),
+            [text for _, text in spans(tokenizer, input_ids, labels)],
+        )
+        for input_ids, labels in examples
+    ]
 
 
 def spans(tokenizer: Any, input_ids: list[int], labels: list[int]) -> list[tuple[list[int], str]]:

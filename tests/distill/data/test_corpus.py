@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from some_rows import add_column, from_lists
+from some_rows import add_column, from_lists, write_rows
 from torch.utils.data import DataLoader
 
 from decode.measure.arithmetic import problems
@@ -31,9 +31,7 @@ LETTERS = train_tokenizer(["some other text"] * 3, 280)
 
 
 def written(folder: Path) -> DataSettings:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return DataSettings(source=str(path))
+    return DataSettings(source=write_rows(folder / "rows.jsonl", ROWS))
 
 
 def rows_of(corpus: Corpus) -> list[Any]:
@@ -63,21 +61,28 @@ def test_answers_are_kept_when_only_the_test_examples_change(tmp_path) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-@pytest.mark.parametrize("change", ["seed", "max_length", "rows", "a file cut short", "loader_workers"])
-def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path, change: str) -> None:
+def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path) -> None:
     settings, folder = written(tmp_path), tmp_path / "corpus"
-    before = rows_of(load_corpus(settings, seed=0, folder=folder))
+
+    def load(settings: DataSettings, seed: int = 0) -> tuple[int, list[Any]]:
+        rows = rows_of(load_corpus(settings, seed=seed, folder=folder))
+        return next((folder / "train").glob("*.arrow")).stat().st_ino, rows
+
+    number, rows = load(settings)
+    assert load(replace(settings, loader_workers=2)) == (number, rows)
     file = next((folder / "train").glob("*.arrow"))
-    number = file.stat().st_ino
-    if change in ("max_length", "loader_workers"):
-        setattr(settings, change, 255)
-    elif change == "rows":
-        Path(settings.source).write_text("".join(json.dumps(row) + "\n" for row in ROWS[:80]))
-    elif change == "a file cut short":
-        file.write_bytes(file.read_bytes()[:-9])
-    after = rows_of(load_corpus(settings, seed=5 if change == "seed" else 0, folder=folder))
-    assert (next((folder / "train").glob("*.arrow")).stat().st_ino == number) == (change == "loader_workers")
-    assert (after == before) == (change not in ("seed", "rows"))
+    file.write_bytes(file.read_bytes()[:-9])
+    for changed, seed, alike in (
+        (settings, 0, True),
+        (replace(settings, max_length=255), 0, True),
+        (settings, 5, False),
+    ):
+        before = number
+        number, others = load(changed, seed)
+        assert number != before
+        assert (others == rows) == alike
+    write_rows(Path(settings.source), ROWS[:80])
+    assert load(settings, 5)[1] != others
 
 
 def test_several_processes_tokenise_as_a_single_one(tmp_path, monkeypatch) -> None:
@@ -93,8 +98,8 @@ def test_several_processes_tokenise_as_a_single_one(tmp_path, monkeypatch) -> No
 def test_every_row_of_a_file_is_an_example_or_listed_as_dropped_with_its_reason(tmp_path) -> None:
     """Rows are left out as they are read, for being in a later split too, and as they are tokenised."""
     bad = [{"question": "A row without an answer"}, {"question": "\ud800", "answer": "A lone surrogate"}, ROWS[1]]
-    settings = replace(written(tmp_path), files={"test": str(tmp_path / "test.jsonl")}, max_length=70)
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*bad, *ROWS[4:6]]))
+    files = {"test": write_rows(tmp_path / "test.jsonl", [*bad, *ROWS[4:6]])}
+    settings = replace(written(tmp_path), files=files, max_length=70)
     made = load_corpus(settings, seed=0, folder=tmp_path / "corpus", tokenizer=LETTERS)
     dropped = [json.loads(line) for line in (tmp_path / "corpus/dropped.jsonl").read_text().splitlines()]
     tests = [row for row in dropped if row["split"] == "test"]

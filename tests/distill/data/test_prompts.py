@@ -7,8 +7,8 @@ from itertools import count
 from typing import Any
 
 import pytest
-from some_rows import prompts_of
-from tiny_run import STAGES, Killed, bench, given, tiny_settings
+from some_rows import prompts_of, write_rows
+from tiny_run import Killed, bench, random_target, tiny_settings
 from tokenizers_of_kinds import with_start
 
 from decode.errors import UserError
@@ -117,24 +117,23 @@ def test_splits_have_as_many_prompts_as_asked_for_none_twice_and_more_training_l
 
 
 def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_rest(tmp_path) -> None:
-    path = tmp_path / "mine.jsonl"
     mine = [{"question": f"What would you do with {i} kinds of wood number {i * i}?"} for i in range(5, 14)]
     rows = [*mine, mine[3], {"other": 1}, HALF, {"question": "Tell me all about topic0 and topic0s friend topic0a!"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits, notes = prompt_rows(settings(file=str(path)), 0, samples())
+    path = write_rows(tmp_path / "mine.jsonl", rows)
+    splits, notes = prompt_rows(settings(file=path), 0, samples())
     assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
     of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
     assert of_file == [2, 2, 6]
     assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
     told = "1 row without a prompt dropped (row 11)", "1 row with a lone surrogate dropped (row 12)"
     assert notes[:3] == [f"data.prompts.file: {note}" for note in (*told, "10 used, 1 dropped as repetitions")]
-    few = settings(file=str(path))
+    few = settings(file=path)
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
     alone, other = (prompt_rows(few, seed, None)[0] for seed in (0, 1))
     assert [len(alone[split]) for split in ORDER] == [2, 2, 4]
     assert texts(other["train"]) != texts(alone["train"])
     with pytest.raises(UserError, match=r"no target is named: give target\.model"):
-        prompt_rows(settings(file=str(path)), 0, None)
+        prompt_rows(settings(file=path), 0, None)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +141,11 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
     [
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
         ({"question": "Why? "}, "Why?"),
-        ({"prompt": "Why?"}, "Why?"),
         ({"conversations": [{"from": "human", "value": "Why?"}]}, "Why?"),
         ({"turns": ["Why?", "And then?"]}, "Why?"),
         ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, "Why?"),
         ({"messages": [{"role": "assistant", "content": "So."}]}, None),
         ({"text": "Why?"}, "Why?"),
-        ({"other": "Why?"}, None),
         ({"question": "Why?", "context": "Rain."}, None),
     ],
 )
@@ -169,17 +166,15 @@ def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> No
 
 
 @pytest.fixture
-def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
+def run_of_target(tmp_path, monkeypatch) -> Callable[..., Any]:
     """Runs whose target, a random model over characters, writes prompts."""
     for name, value in {"SHORTEST": 2, "LONGEST": 60, "BATCH": 8, "TRIES": 60, "GROUP": 1}.items():
         monkeypatch.setattr(prompts_module, name, value)
-    tokenizer = chat(CHAT_ML).tokenizer
-    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
-    target = given(tmp_path / "model", model, tokenizer)
+    target = random_target(tmp_path / "model", chat(CHAT_ML).tokenizer)
 
     def made(name: str, **changes: Any) -> tuple[Run, io.StringIO]:
         run = tiny_settings(tmp_path, target=target, name=name, data=settings(), **changes)
-        run.data.train_examples, run.data.validation_examples, run.data.max_length = 16, 8, 128
+        run.data.train_examples, run.data.validation_examples, run.data.max_length = 9, 3, 128
         run.teacher.responses = ResponseSettings(source="target", max_new_tokens=12)
         run.teacher.examples, run.training.steps, run.student.training.steps = None, 3, 3
         return bench(run)
@@ -187,16 +182,16 @@ def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
     return made
 
 
-def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and_every_stage_trains_on_their_answers(
+def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and_a_student_trains_on_their_answers(
     run_of_target, monkeypatch
 ) -> None:
     run, said = run_of_target("first")
     corpus = run.corpus
-    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [16, 8, 4]
+    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [9, 3, 4]
     assert not corpus.answered
     assert "prompts of the target:" in said.getvalue()
     prompts = {*prompts_of(corpus, corpus.train, corpus.validation, corpus.test)}
-    assert len(prompts) == 28
+    assert len(prompts) == 16
     assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
     calls = []
 
@@ -221,9 +216,9 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
     )
     assert ours == theirs
     third = run_of_target("third", seed=1)[0].corpus
-    assert len({*prompts_of(third, third.train)} - prompts) > 12
+    assert len({*prompts_of(third, third.train)} - prompts) > 6
     run.settings.validate()
-    assert run_stages(run) == STAGES
+    assert run_stages(run, ("target", "initial")) == ["target", "initial"]
     train, validation, _ = answered_texts(run)
-    assert (len(train), len(validation)) == (16, 8)
-    assert "the target's responses, train: 16 (16 new)" in said.getvalue()
+    assert (len(train), len(validation)) == (9, 3)
+    assert "the target's responses, train: 9 (9 new)" in said.getvalue()

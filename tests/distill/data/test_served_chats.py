@@ -1,12 +1,12 @@
 """Training sees what serving sees: chat templates of the structure that published models have, and rows as found."""
 
 import json
-from itertools import chain
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from some_rows import prompts_of, spans
+from some_rows import made_of, prompts_of, spans, taught, write_rows
 from tokenizers import AddedToken
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 
@@ -15,7 +15,7 @@ from decode.incoming import UnusableRow, read_messages
 from decode.models.tokens import chat_ids, plain_ids, start_ids, turn_end
 from distill.config.data import DataSettings
 from distill.data import chat as chat_module
-from distill.data.chat import IGNORE, ChatFormat, Written, chat_turns, label, rendered_ids
+from distill.data.chat import IGNORE, ChatFormat, Written, chat_turns, label, rendered_ids, squash
 from distill.data.corpus import Corpus, load_corpus
 
 MARKERS = "<eos> <start_of_turn> <end_of_turn> <|im_start|> <|im_end|> <|user|> <|assistant|> <|end|>"
@@ -109,20 +109,8 @@ HELLO, FINE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "
 CHAT = [USER, HELLO, AGAIN, FINE]
 
 
-CALLS = [
-    USER,
-    {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}],
-    },
-    {"role": "tool", "content": "rain"},
-    FINE,
-]
-
-
-def long_chat(turns: int) -> list[dict[str, Any]]:
-    pairs = ((f"question {n} for you", f"answer {n} from me") for n in range(turns))
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
+CALLS = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}, FINE]
 
 
 def format_of(name: str, **args: Any) -> ChatFormat:
@@ -290,17 +278,36 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
-def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch) -> None:
-    chat, counts = format_of(name), []
-    for turns in (12, 48):
-        seen = []
-        monkeypatch.setattr(
-            "distill.data.chat.plain_ids", lambda to, texts, seen=seen: seen.extend(texts) or plain_ids(to, texts)
-        )
-        (examples,) = label(chat.tokenizer, [chat_turns(chat, long_chat(turns))[0]], chat.ends, chat=True)
+def test_a_chat_of_twice_as_many_turns_has_twice_as_many_characters_tokenised_and_four_times_as_many_written_and_searched(
+    name: str, monkeypatch
+) -> None:
+    """Also in a template that trims its texts, so that none stands in the prompt as it is; counted, not timed."""
+    render, chat, tokenised, searched = ChatFormat.render, format_of(name), Counter[int](), Counter[int]()
+
+    def counted_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+        tokenised[turns] += sum(map(len, texts))
+        return plain_ids(tokenizer, texts)
+
+    def counted_text(text: str) -> str:
+        searched[turns] += len(text)
+        return squash(text)
+
+    def counted_render(self: ChatFormat, *given: Any, **how: Any) -> str:
+        text = render(self, *given, **how)
+        searched[turns] += len(text)
+        return text
+
+    monkeypatch.setattr(chat_module, "plain_ids", counted_ids)
+    monkeypatch.setattr(chat_module, "squash", counted_text)
+    monkeypatch.setattr(ChatFormat, "render", counted_render)
+    for turns in (10, 20, 40):
+        texts = [f" {n} in words \n" for n in range(2 * turns)]
+        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+        (examples,) = label(chat.tokenizer, [chat_turns(chat, messages)[0]], chat.ends, chat=True)
         assert isinstance(examples, list)
-        counts.append(sum(map(len, seen)))
-    assert counts[1] < 4.5 * counts[0]
+    for fewer, more in ((10, 20), (20, 40)):
+        assert tokenised[more] < 2.2 * tokenised[fewer]
+        assert searched[more] < 4.3 * searched[fewer]
 
 
 # -- rows as they occur in other people's data, each with the outcome that it must have --------------------------------
@@ -308,104 +315,55 @@ def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatc
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "awkward_rows.jsonl").read_text().splitlines()]
 
 
-def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **settings: Any) -> Corpus:
-    """The corpus of these rows and of forty good ones behind them."""
-    chat = "messages" in rows[0]
-    turns = [[{"role": "user", "content": f"good {n}"}, {"role": "assistant", "content": "fine"}] for n in range(40)]
-    good = [{"messages": t} if chat else {"question": f"good {n}", "answer": "fine"} for n, t in enumerate(turns)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]))
-    given = DataSettings(source=str(path), **settings)
-    return load_corpus(given, seed=0, folder=None, tokenizer=with_start(template))
-
-
-def others(corpus: Corpus) -> list[dict[str, Any]]:
-    splits = (corpus.train, corpus.validation, corpus.test)
-    return [
-        row | {"prompt": prompt}
-        for row, prompt in zip(chain(*splits), prompts_of(corpus, *splits))
-        if "good" not in prompt
-    ]
+GOOD = {"messages": CHAT}, {"question": "good", "answer": "fine"}
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])
-def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path) -> None:
-    corpus = load(tmp_path, [case["row"]], case["template"])
-    notes = [note for note in corpus.notes if "row 1" in note]
+def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any]) -> None:
+    tokenizer, template, row = with_start(case["template"]), case["template"], case["row"]
+    examples, notes = made_of(row, tokenizer, GOOD["messages" not in row], chat=template is not None)
     if case["outcome"] != "kept":
-        assert others(corpus) == []
-        assert len(notes) == 1
-        assert f"1 row {case['outcome']}" in notes[0]
+        assert not examples
+        assert [reason.startswith(case["outcome"]) for reason, _ in notes] == [True]
         return
-    assert [case.get("note", "nothing is noted") in note for note in notes] == [True] * ("note" in case)
-    examples = others(corpus)
-    assert [
-        [text for _, text in spans(corpus.tokenizer, row["input_ids"], row["labels"])] for row in examples
-    ] == case.get("examples", [case.get("learned")])
-    example = examples[0]
-    written = CHAT_TEMPLATES[case["template"]].startswith("{{ bos_token }}") if case["template"] else True
-    said = example["prompt"].count("<user><s>")
-    starts = start_ids(corpus.tokenizer) if written else []  # a chat begins as its template says
-    assert example["input_ids"][: len(starts)] == starts
-    assert example["input_ids"].count(1) == len(starts) + said
-    if "prompt" in case:
-        assert example["prompt"] == case["prompt"]
+    assert [case.get("note", "nothing is noted") in reason for reason, _ in notes] == [True] * ("note" in case)
+    prompts, learned = zip(*taught(tokenizer, examples))
+    assert list(learned) == case.get("examples", [case.get("learned")])
+    written = CHAT_TEMPLATES[template].startswith("{{ bos_token }}") if template else True
+    starts = start_ids(tokenizer) if written else []  # a chat begins as its template says
+    assert examples[0].input_ids[: len(starts)] == starts
+    assert examples[0].input_ids.count(1) == len(starts) + prompts[0].count("<user><s>")
+    assert prompts[0] == case.get("prompt", prompts[0])
 
 
-PAIR = {"question": "1+1?", "answer": "2"}
+def corpus_of_pairs(folder: Path, template: str | None, **settings: Any) -> Corpus:
+    rows = [{"question": f"{n}+1?", "answer": "2"} for n in range(20)]
+    given = DataSettings(source=write_rows(folder / "rows.jsonl", rows), **settings)
+    return load_corpus(given, seed=0, folder=None, tokenizer=with_start(template))
 
 
 @pytest.mark.parametrize(
     ("template", "settings", "prompt"),
     [
-        ("plain", {}, "<user>1+1?<assistant>"),
-        ("plain", {"chat": False}, "1+1?\n"),
-        (None, {}, "1+1?\n"),
+        ("plain", {}, "<user>0+1?<assistant>"),
+        ("plain", {"chat": False}, "0+1?\n"),
+        (None, {}, "0+1?\n"),
         (
             "thinking",
             {"system": "Be brief", "template_args": {"enable_thinking": False}},
-            "<system>Be brief<user>1+1?<assistant><think></think>",
+            "<system>Be brief<user>0+1?<assistant><think></think>",
         ),
     ],
 )
 def test_pairs_follow_the_chat_template(tmp_path, template: str | None, settings, prompt: str) -> None:
-    corpus = load(tmp_path, [PAIR], template, **settings)
-    assert [row["prompt"] for row in others(corpus)] == [prompt]
+    corpus = corpus_of_pairs(tmp_path, template, **settings)
+    assert prompt in prompts_of(corpus, corpus.train, corpus.validation, corpus.test)
     assert any("chat template" in note for note in corpus.notes) == prompt.startswith("<")
+
+
+def test_chats_without_a_template_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"has no chat template.*data\.chat_template"):
-        load(tmp_path, [PAIR], None, chat=True)
-
-
-def test_a_chat_of_twice_as_many_turns_has_at_most_four_times_as_many_characters_written_and_searched(
-    monkeypatch,
-) -> None:
-    """In a template that trims its texts, so that none stands in the prompt as it is; counted, not timed."""
-
-    def characters(turns: int) -> int:
-        count = 0
-
-        def counted(text: str, original: Any = chat_module.squash) -> str:
-            nonlocal count
-            count += len(text)
-            return str(original(text))
-
-        def rendered(self: ChatFormat, *given: Any, original: Any = ChatFormat.render, **how: Any) -> str:
-            nonlocal count
-            count += len(text := original(self, *given, **how))
-            return str(text)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(chat_module, "squash", counted)
-            patch.setattr(ChatFormat, "render", rendered)
-            messages = [
-                {"role": ("user", "assistant")[n % 2], "content": f" {n} in words \n"} for n in range(2 * turns)
-            ]
-            assert len(chat_turns(format_of("gemma"), messages)[0]) == turns
-        return count
-
-    counts = [characters(turns) for turns in (20, 40, 80)]
-    assert counts[2] / counts[1] < 4.3
-    assert counts[1] / counts[0] < 4.3
+        corpus_of_pairs(tmp_path, None, chat=True)
 
 
 @pytest.mark.parametrize(("left_out", "moved"), [(0, False), (3, False), (2, True)])

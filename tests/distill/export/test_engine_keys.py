@@ -9,7 +9,8 @@ import functools
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 
 from decode.engines.base import CHECKOUT
 from decode.files import read_json
-from decode.models.heads.eagle import FeatureHead, head_config
+from decode.models.heads.eagle import DraftHead, FeatureHead, head_config
 from decode.models.heads.files import SLIDING, save_head
 from distill.config import ExportSettings
 from distill.export.card import commands, exported_facts
@@ -76,26 +77,22 @@ SOURCES: dict[str, dict[str, Sequence[str]]] = {
     },
 }  # fmt: skip
 """Files, and classes of them, that decide what an engine computes, by kind of export; those of all kinds first."""
-INERT = {
-    "_name_or_path": "bookkeeping of transformers",
-    "chunk_size_feed_forward": "bookkeeping of transformers",
-    "dtype": "the number format of the file",
-    "id2label": "bookkeeping of transformers",
-    "initializer_range": "of training",
-    "label2id": "bookkeeping of transformers",
-    "model_type": "engines choose a class by architectures",
-    "bos_token_id": "engines take the target's",
-    "eos_token_id": "engines take the target's",
-    "pad_token_id": "engines take the target's",
-    "max_window_layers": "layer_types says which layers slide",
-    "num_assistant_tokens": "the card's command has it",
-    "num_target_layers": "engines count the target's layers",
-    "return_dict": "bookkeeping of transformers",
-    "transformers_version": "bookkeeping of transformers",
-    "use_cache": "bookkeeping of transformers",
-    "use_sliding_window": "transformers' Qwen3Config drops the window without it",
-}
-"""Keys that no engine needs to read, with the reason."""
+REASONS = {
+    "bookkeeping of transformers": (
+        "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "return_dict", "transformers_version",
+        "use_cache",
+    ),
+    "the number format of the file": ("dtype",),
+    "of training": ("initializer_range",),
+    "engines choose a class by architectures": ("model_type",),
+    "engines take the target's": ("bos_token_id", "eos_token_id", "pad_token_id"),
+    "layer_types says which layers slide": ("max_window_layers",),
+    "the card's command has it": ("num_assistant_tokens",),
+    "engines count the target's layers": ("num_target_layers",),
+    "transformers' Qwen3Config drops the window without it": ("use_sliding_window",),
+}  # fmt: skip
+INERT = {*chain(*REASONS.values())}
+"""Keys that no engine needs to read, for one of these reasons."""
 OF_KIND = {
     "dflash": ("block_size",),  # the command has it
     "dflash2": ("block_size",),
@@ -147,98 +144,74 @@ def keys_of(config: dict[str, Any], kind: str) -> Iterator[str]:
             yield key
 
 
-def flags(**fields: Any) -> Callable[[Any], FeatureHead]:
-    """An EAGLE-3 head of a configuration with these fields, as published heads have them."""
-
-    def make(target: Any) -> FeatureHead:
-        config = head_config(target.config, 3, captured_layers=fields.pop("captured", ()))
-        config.update(fields)
-        return FeatureHead(config)
-
-    return make
-
-
-def with_biases(target: Any) -> FeatureHead:
-    head = flags()(target)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        linear = head.midlayer.self_attn[name]
-        linear.bias = torch.nn.Parameter(torch.ones(linear.out_features))
-    return head
-
-
-def with_embedding(target: Any, *, copied: bool = False) -> FeatureHead:
-    head = flags()(target)
-    head.embed_tokens = torch.nn.Embedding(target.config.vocab_size, 32)
-    if copied:
-        head.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
-    return head
-
-
-def last_state(target: Any) -> FeatureHead:
-    config = head_config(target.config, 3)
-    config.update({"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": None})
-    return FeatureHead(config)
-
-
-def reduced(version: int) -> Callable[[Any], FeatureHead]:
-    return lambda target: FeatureHead(head_config(target.config, version, draft_vocab=24))
-
-
-def block(version: str, **options: Any) -> Callable[[Any], Any]:
-    return lambda target: filed_head(target, version, **options)
-
-
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 EVERY = {"vllm", "sglang", "llama.cpp"}
+LAST_STATE = {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": None}
 MIXED = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
 
 
-def with_rope(version: str) -> Callable[[Any], Any]:
-    def make(target: Any) -> Any:
-        head = filed_head(target, version)
-        head.config.rope_parameters = LLAMA3
-        return head
-
-    return make
-
-
-EXPORTS: dict[str, tuple[str, Callable[[Any], Any], set[str]]] = {
-    "EAGLE-1": ("eagle", flags(), set()),
-    "EAGLE-1, some tokens": ("eagle", reduced(1), set()),
-    "EAGLE-3": ("eagle3", flags(), set()),
-    "EAGLE-3, some tokens": ("eagle3", reduced(3), set()),
-    "EAGLE-3, rope llama3": ("eagle3", flags(rope_parameters=LLAMA3), set()),
-    "EAGLE-3, rope yarn": ("eagle3", flags(rope_parameters=YARN), set()),
-    "EAGLE-3, norm_before_fc": ("eagle3", flags(norm_before_fc=True), set()),
-    "EAGLE-3, a copy of the embedding": ("eagle3", lambda target: with_embedding(target, copied=True), set()),
-    "EAGLE-3.1, fc_norm": ("eagle3", flags(fc_norm=True), {"llama.cpp"}),
-    "EAGLE-3.1, norm_output": ("eagle3", flags(norm_output=True), {"llama.cpp"}),
-    "EAGLE-3, norm_before_residual": ("eagle3", flags(norm_before_residual=True), {"sglang"}),
-    "EAGLE-3, its own embedding": ("eagle3", with_embedding, {"sglang"}),
-    "EAGLE-3, two states": ("eagle3", flags(captured=(1, 3)), {"llama.cpp"}),
-    "EAGLE-3, last state": ("eagle3", last_state, EVERY),
-    "EAGLE-3, biases": ("eagle3", with_biases, EVERY),
-    "EAGLE-3, norms of queries": ("eagle3", flags(qk_norm=True), EVERY),
-    "EAGLE-3, gelu": ("eagle3", flags(hidden_act="gelu_pytorch_tanh"), EVERY),
-    "DFlash": ("dflash", block("dflash"), set()),
-    "DFlash, some tokens": ("dflash", block("dflash", draft_vocab=24), {"sglang", "llama.cpp"}),
-    "DFlash, windows": ("dflash", block("dflash", window=6), set()),
-    "DFlash, causal": ("dflash", block("dflash", window=6, causal=True), set()),
-    "DFlash, mixed": ("dflash", block("dflash", **MIXED), {"llama.cpp"}),
-    "DFlash, rope llama3": ("dflash", with_rope("dflash"), {"llama.cpp"}),
-    "DFlash that drafts in slot 0": ("dflash", block("dflash", from_anchor=True), EVERY),
-    "DFlash 2": ("dflash2", block("dflash2"), set()),
-    "DFlash 2, windows": ("dflash2", block("dflash2", window=6), set()),
-    "DFlash 2, some tokens": ("dflash2", block("dflash2", draft_vocab=24), EVERY),
-    "DSpark": ("dspark", block("dspark"), set()),
-    "DSpark, some tokens": ("dspark", block("dspark", draft_vocab=24), {"sglang"}),
-    "DSpark, fill-in": ("dspark", block("dspark", from_anchor=False), set()),
+EXPORTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "EAGLE-1": ("eagle", {}, set()),
+    "EAGLE-1, some tokens": ("eagle", {"draft_vocab": 24}, set()),
+    "EAGLE-3": ("eagle3", {}, set()),
+    "EAGLE-3, some tokens": ("eagle3", {"draft_vocab": 24}, set()),
+    "EAGLE-3, rope llama3": ("eagle3", {"rope_parameters": LLAMA3}, set()),
+    "EAGLE-3, rope yarn": ("eagle3", {"rope_parameters": YARN}, set()),
+    "EAGLE-3, norm_before_fc": ("eagle3", {"norm_before_fc": True}, set()),
+    "EAGLE-3, a copy of the embedding": ("eagle3", {"embedding": "copy"}, set()),
+    "EAGLE-3.1, fc_norm": ("eagle3", {"fc_norm": True}, {"llama.cpp"}),
+    "EAGLE-3.1, norm_output": ("eagle3", {"norm_output": True}, {"llama.cpp"}),
+    "EAGLE-3, norm_before_residual": ("eagle3", {"norm_before_residual": True}, {"sglang"}),
+    "EAGLE-3, its own embedding": ("eagle3", {"embedding": "new"}, {"sglang"}),
+    "EAGLE-3, two states": ("eagle3", {"captured_layers": (1, 3)}, {"llama.cpp"}),
+    "EAGLE-3, last state": ("eagle3", LAST_STATE, EVERY),
+    "EAGLE-3, biases": ("eagle3", {"biases": True}, EVERY),
+    "EAGLE-3, norms of queries": ("eagle3", {"qk_norm": True}, EVERY),
+    "EAGLE-3, gelu": ("eagle3", {"hidden_act": "gelu_pytorch_tanh"}, EVERY),
+    "DFlash": ("dflash", {}, set()),
+    "DFlash, some tokens": ("dflash", {"draft_vocab": 24}, {"sglang", "llama.cpp"}),
+    "DFlash, windows": ("dflash", {"window": 6}, set()),
+    "DFlash, causal": ("dflash", {"window": 6, "causal": True}, set()),
+    "DFlash, mixed": ("dflash", MIXED, {"llama.cpp"}),
+    "DFlash, rope llama3": ("dflash", {"rope_parameters": LLAMA3}, {"llama.cpp"}),
+    "DFlash that drafts in slot 0": ("dflash", {"from_anchor": True}, EVERY),
+    "DFlash 2": ("dflash2", {}, set()),
+    "DFlash 2, windows": ("dflash2", {"window": 6}, set()),
+    "DFlash 2, some tokens": ("dflash2", {"draft_vocab": 24}, EVERY),
+    "DSpark": ("dspark", {}, set()),
+    "DSpark, some tokens": ("dspark", {"draft_vocab": 24}, {"sglang"}),
+    "DSpark, fill-in": ("dspark", {"from_anchor": False}, set()),
 }
-"""Exports by name: their kind, how their heads are made, and the engines that are refused."""
+"""Exports by name: their kind, what is particular to their heads, and the engines that are refused."""
+
+
+def block_head(target: Any, version: str, *, rope_parameters: Any = None, **options: Any) -> DraftHead:
+    head = filed_head(target, version, **options)
+    if rope_parameters:
+        head.config.rope_parameters = rope_parameters
+    return head
+
+
+def feature_head(
+    target: Any, version: int, *, draft_vocab: int | None = None, captured_layers: tuple[int, ...] = (),
+    biases: bool = False, embedding: str = "", **fields: Any,
+) -> DraftHead:  # fmt: skip
+    """A head of a configuration with these fields, as published heads have them."""
+    config = head_config(target.config, version, captured_layers=captured_layers, draft_vocab=draft_vocab)
+    config.update(fields)
+    head = FeatureHead(config)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj") if biases else ():
+        linear = head.midlayer.self_attn[name]
+        linear.bias = torch.nn.Parameter(torch.ones(linear.out_features))
+    if embedding:
+        head.embed_tokens = torch.nn.Embedding(target.config.vocab_size, 32)
+    if embedding == "copy":
+        head.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+    return head
 
 
 @pytest.fixture(scope="module")
@@ -271,9 +244,11 @@ def check(out: Path, kind: str, family: str = "") -> set[str]:
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_engines_of_a_head_s_card_read_all_that_changes_what_it_computes(name: str, folder: Path, tmp_path) -> None:
-    kind, make, refused = EXPORTS[name]
-    target = build_tiny("llama", num_hidden_layers=6)
-    head = make(target) if kind != "eagle" or "some" in name else FeatureHead(head_config(target.config, 1))
+    kind, options, refused = EXPORTS[name]
+    target, versions = build_tiny("llama", num_hidden_layers=6), {"eagle": 1, "eagle3": 3}
+    head: Any = (
+        feature_head(target, versions[kind], **options) if kind in versions else block_head(target, kind, **options)
+    )
     (tmp_path / "trained").mkdir()
     save_head(head, tmp_path / "trained")
     with warnings.catch_warnings():

@@ -45,11 +45,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 for folders in sys.argv[1:]:
     target, *drafts = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders.split(":")]
     AutoTokenizer.from_pretrained(folders.split(":")[-1])
+    ids = torch.tensor([[40, 41, 7, 7, 7, 30]])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    alone = target.generate(ids, **options)
     for draft in drafts:
-        for prompt in ([5, 9, 11], [40, 41, 7, 7, 7, 30]):
-            ids = torch.tensor([prompt])
-            options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-            assert target.generate(ids, **options).equal(target.generate(ids, assistant_model=draft, **options))
+        assert alone.equal(target.generate(ids, assistant_model=draft, **options))
 assert not [name for name in sys.modules if name.split(".")[0] in ("distill", "decode", "probes")]
 """
 
@@ -57,10 +57,11 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("distill", "d
 def test_a_script_with_only_transformers_uses_it_as_assistant_with_identical_tokens(tmp_path) -> None:
     """The target as its own draft, drafts of its size, of smaller vocabularies, and of a larger one."""
     command, there = [sys.executable, "-c", USER_SCRIPT], {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    for family in ("llama", "gpt_neox"):
+    vocabularies = {"llama": ((280, True), (296, False)), "gpt_neox": ((280, False),)}
+    for family, sizes in vocabularies.items():
         target = make(tmp_path / family / "target", family)
         folders = [target, run_export(target, target, "self")]
-        for size, tied in ((288, False), (280, False), (280, True), (296, False)):
+        for size, tied in sizes:
             trained = make(tmp_path / family / f"{size}{tied}", family, size, tie_word_embeddings=tied, seed=2)
             folders.append(run_export(trained, target, f"export{size}{tied}"))
         command.append(":".join(map(str, folders)))

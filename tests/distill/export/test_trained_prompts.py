@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import bench, given, tiny_settings
+from some_rows import write_rows
+from tiny_run import bench, random_target, tiny_settings
 from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
 from decode.__main__ import main
@@ -22,17 +23,15 @@ from distill.stages import run_stages
 ASKED = "How many apples?"
 
 
-def trained(folder: Path, tiny: Any, kind: str, template: str | None, **data: Any) -> Run:
+def trained(folder: Path, kind: str, template: str | None, **data: Any) -> Run:
     """A run with an exported draft, of pairs with one question."""
-    tokenizer = with_start(template)
-    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, num_hidden_layers=4, eos_token_id=0)
-    settings = tiny_settings(folder, target=given(folder / "model", model, tokenizer))
-    files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    for number, path in enumerate(files.values()):
+    settings = tiny_settings(folder, target=random_target(folder / "model", with_start(template), num_hidden_layers=4))
+    files = {}
+    for number, split in enumerate(("train", "validation", "test")):
         rows = [{"question": ASKED[number:], "answer": str(n)} for n in range(8)]
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[split] = write_rows(folder / f"{split}.jsonl", rows)
     settings.data = DataSettings(files=files, max_length=100, **data)
-    settings.student.kind, settings.training.steps = kind, 3
+    settings.student.kind, settings.training.steps, settings.student.training.steps = kind, 3, 3
     settings.drafts = {"distillspec": settings.drafts["distillspec"]}
     run, _ = bench(settings)
     run_stages(run)
@@ -65,10 +64,10 @@ def asked(run: Run, monkeypatch: Any, capsys: Any, *more: str) -> tuple[list[lis
 
 
 @pytest.mark.parametrize(("kind", "template"), [("scratch", "thinking"), ("eagle3", None)])
-def test_every_command_asks_as_the_draft_was_trained(tmp_path, tiny, monkeypatch, capsys, kind, template) -> None:
+def test_every_command_asks_as_the_draft_was_trained(tmp_path, monkeypatch, capsys, kind, template) -> None:
     shape = {"system": "Be brief", "template_args": [{"enable_thinking": False}]}
     own = {} if template else {"chat_template": CHAT_TEMPLATES["thinking"], "chat": True}
-    run = trained(tmp_path, tiny, kind, template, **shape, **own)
+    run = trained(tmp_path, kind, template, **shape, **own)
     prompt = Examples.of(run.corpus.train).prompt(0)
     assert run.tokenizer.decode(prompt).endswith(f"Be brief<user>{ASKED}<assistant><think></think>")
     found, lines = asked(run, monkeypatch, capsys)
@@ -82,8 +81,8 @@ def test_every_command_asks_as_the_draft_was_trained(tmp_path, tiny, monkeypatch
     assert all("Answer" in line and "brief" not in line for line in lines)
 
 
-def test_a_draft_of_plain_pairs_is_asked_in_plain_text(tmp_path, tiny, monkeypatch, capsys) -> None:
-    run = trained(tmp_path, tiny, "scratch", "thinking", chat=False)
+def test_a_draft_of_plain_pairs_is_asked_in_plain_text(tmp_path, monkeypatch, capsys) -> None:
+    run = trained(tmp_path, "scratch", "thinking", chat=False)
     found, lines = asked(run, monkeypatch, capsys)
     assert found == [run.tokenizer(ASKED)["input_ids"]] * 4
     assert lines == ["prompts are plain text"] * 4

@@ -75,10 +75,7 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     [
         (("--drafts.adaspec.k", "1.5"), "1.5"),
         (("--drafts.adaspec.kk", "0.5"), "'--drafts.adaspec.kk'; the nearest known key is 'drafts.NAME.k'"),
-        (
-            ("--drafts.adaspek.k=0.5",),
-            "'adaspek'",
-        ),
+        (("--drafts.adaspek.k=0.5",), "'adaspek'"),
         (("--drafts", "[{name: a}]"), "'drafts' is [{'name': 'a'}], expected sections by name"),
         (("--data.files", "{train: no.jsonl}"), "no.jsonl"),
         (("--seed", "-1"), "seed"),

@@ -4,6 +4,7 @@ import os
 from collections import namedtuple
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from huggingface_hub import constants
 from pairs import into_cache, make_pair, make_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_run import altered, begun, bench, given, tiny_settings
+from tiny_run import altered, begun, bench, given, random_target, tiny_settings
 
 from decode.errors import UserError
 from decode.files import write_json
@@ -56,6 +57,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"trainer__extra": {"devices": 2}}, r"trainer.extra is {'devices': 2}, .*leave those keys out"),
         ({"data__files": {"train": "x"}}, r"data.files.train: there is no file 'x'"),
         ({"teacher__engine__urls": ["http://h/v1"]}, r"engine.urls is .*asked for nothing"),
+        ({"teacher__signal": "vllm"}, r"urls is empty.*start a server with the command that .* check-engine prints"),
         ({"trainer__extra": {"max_step": 3}}, r"Lightning refuses .*unexpected keyword argument 'max_step'"),
         ({"trainer__strategy": "fsdp", "student__kind": "eagle"}, r"strategy is 'fsdp', .*supports no heads"),
         ({"trainer__accelerator": "cuda"}, r"is cuda and PyTorch finds no GPU: set it to auto or cpu"),
@@ -161,7 +163,8 @@ def test_auto_is_bfloat16_where_that_is_fast(tmp_path, monkeypatch, can: bool) -
         check_inputs(run)
 
 
-def test_servers_of_which_none_answers(tmp_path) -> None:
+def test_servers_of_which_none_answers(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
     settings = altered(tiny_settings(tmp_path), teacher__responses__source="target")
     settings.teacher.engine.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
     run, _ = bench(settings)
@@ -169,12 +172,6 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
     begun(settings)
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):
         check_inputs(run)
-
-
-def test_a_run_with_an_engine_and_no_server_is_told_to_start_one(tmp_path) -> None:
-    words = r"teacher.engine.urls is empty.*start a server with the command that draftsmith distill check-engine prints"
-    with pytest.raises(UserError, match=words):
-        check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm"))[0])
 
 
 def test_the_limit_of_a_dynamic_rope_is_given_with_its_reason(tmp_path, tiny) -> None:
@@ -186,56 +183,53 @@ def test_the_limit_of_a_dynamic_rope_is_given_with_its_reason(tmp_path, tiny) ->
         check_inputs(run)
 
 
-DAMAGE = {
-    "cut": "is cut off or damaged",
-    "bias": "q_proj.bias has no place",
-    "two": "holds model.safetensors and other",
-    "": "",
-}
+BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
-@pytest.mark.parametrize("hub", [False, True])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(
-    damage: str, hub: bool, tmp_path, tiny, monkeypatch
-) -> None:
-    """In a folder and in the Hub's cache, by distill and probe; a dry run leaves alone what would be downloaded."""
-    model, tokenizer = make_pair(tiny)[0], make_tokenizer(chat=True)
-    settings = tiny_settings(tmp_path, target=given(folder := tmp_path / "model", tokenizer, model))
-    settings.student.architecture.hidden_size = 8
-    file, bias = folder / "model.safetensors", "model.layers.0.self_attn.q_proj.bias"
+def damaged(folder: Path, damage: str) -> str:
+    """Damages the files of a model; returns how it is refused."""
+    file = folder / "model.safetensors"
     match damage:
         case "cut":
             file.write_bytes(file.read_bytes()[:-8])
+            return "is cut off or damaged"
         case "bias":
-            save_file(load_file(file) | {bias: torch.ones(model.config.hidden_size)}, file, metadata={"format": "pt"})
+            save_file(load_file(file) | {BIAS: torch.ones(32)}, file, metadata={"format": "pt"})
+            return "q_proj.bias has no place"
         case "two":
-            write_json(folder / "model.safetensors.index.json", {"weight_map": {bias: "other.safetensors"}})
+            write_json(folder / "model.safetensors.index.json", {"weight_map": {BIAS: "other.safetensors"}})
             (folder / "other.safetensors").write_bytes(file.read_bytes())
-        case "":
-            file.unlink()
+            return "holds model.safetensors and other"
+    file.unlink()
+    return "has no safetensors file"
+
+
+@pytest.mark.parametrize(
+    ("damage", "hub"), [("cut", False), ("bias", False), ("two", False), ("none", False), ("cut", True), ("none", True)]
+)
+def test_a_models_files_are_checked_before_the_first_stage_and_by_a_dry_run(
+    damage: str, hub: bool, tmp_path, monkeypatch
+) -> None:
+    """In a folder and in the Hub's cache, by distill and probe; a dry run leaves alone what would be downloaded."""
+    settings = tiny_settings(tmp_path, target=random_target(tmp_path / "model", make_tokenizer(chat=True)))
+    settings.student.architecture.hidden_size = 8
+    words, quiet = damaged(tmp_path / "model", damage), Console(quiet=True)
     if hub:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        snapshot, asked = into_cache(tmp_path / "hub", "org/model", folder), set[str]()
+        snapshot, asked = into_cache(tmp_path / "hub", "org/model", tmp_path / "model"), set[str]()
         settings.target.model = "org/model"
-    if hub and not damage:
+    if elsewhere := hub and damage == "none":
+        download = lambda *_, **how: asked.update(how["allow_patterns"]) or snapshot  # noqa: E731
         with monkeypatch.context() as online:
             online.setattr(sources, "hub_offline", lambda: constants.HF_HUB_OFFLINE)
             online.setattr(constants, "HF_HUB_OFFLINE", False)
-            online.setattr(
-                sources, "snapshot_download", lambda *_, **how: asked.update(how["allow_patterns"]) or snapshot
-            )
-            shrink(settings, Console(quiet=True))
+            online.setattr(sources, "snapshot_download", download)
+            shrink(settings, quiet)
         assert "tekken.json" in asked
         assert not [file for file in asked if file.endswith(".safetensors")]
-    words = DAMAGE[damage] or "has no safetensors file"
-    for refused in (
-        partial(shrink, settings, Console(quiet=True)),
-        partial(run_stages, bench(settings)[0]),
-        partial(run_probes, ProbesSettings(**vars(settings)), Console(quiet=True)),
-    ):
-        if damage or not hub or refused.func is not shrink:
-            with pytest.raises(UserError, match=words):
-                refused()
+    refused = [partial(run_stages, bench(settings)[0]), partial(run_probes, ProbesSettings(**vars(settings)), quiet)]
+    for each in refused if elsewhere else [partial(shrink, settings, quiet), *refused]:
+        with pytest.raises(UserError, match=words):
+            each()
     assert not (tmp_path / settings.name / "target").exists()

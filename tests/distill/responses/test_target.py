@@ -1,9 +1,9 @@
 """Texts that the target writes, here or on servers, and the draft's own: the same ones again after a kill."""
 
-import json
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from serving import Reply, serving
-from some_rows import some_rows
-from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
+from serving import Reply, StatesServer, serving
+from some_rows import some_rows, write_rows
+from tiny_run import begun, bench, check_killed_ends_alike, random_target, run_tiny, tiny_settings
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
-from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.tokens import continuation_ids
@@ -38,12 +37,6 @@ from distill.responses.on_policy import OnPolicy
 from distill.responses.target import Conversations, answered_texts, ends_with
 from distill.run import Run
 from distill.stages import run_stages
-
-
-def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is() -> None:
-    assert until_end([4, 5, 1, 6, 1], {1}) == [4, 5, 1]
-    assert until_end([4, 3, 5, 1], {1, 3}) == [4, 3]
-    assert until_end([4, 5], {1}) == [4, 5]  # cut by the budget: no end is learned
 
 
 def answering(folder: Path, **responses: Any) -> Settings:
@@ -91,30 +84,29 @@ SAID = {"role": "assistant", "content": "theirs"}
 LEADS = {"as it was": "", "rewritten": "=>"}  # what the prompt of an answer ends with, which history leaves out
 
 
-def chatting(folder: Path, tiny: Any, history: str, *turns: dict[str, Any]) -> Settings:
+def chatting(folder: Path, history: str, *turns: dict[str, Any]) -> Settings:
     tokenizer = with_start(adds=False)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>" + LEADS[history] + "{% endif %}"
     )
-    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
     settings = answering(folder, max_new_tokens=5, temperature=0.0)
-    settings.teacher.examples, settings.target = None, given(folder / "model", model, tokenizer)
+    settings.teacher.examples, settings.target = None, random_target(folder / "model", tokenizer)
     folder.mkdir(exist_ok=True)
-    files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    for split, path in files.items():
-        rows = [[{"role": "user", "content": f"{split}{n}"}, *turns] for n in range(12 if split == "train" else 2)]
-        Path(path).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    files = {}
+    for split, count in {"train": 12, "validation": 2, "test": 2}.items():
+        rows = [{"messages": [{"role": "user", "content": f"{split}{n}"}, *turns]} for n in range(count)]
+        files[split] = write_rows(folder / f"{split}.jsonl", rows)
     settings.data = DataSettings(files=files, max_length=200)
     return settings
 
 
 @pytest.mark.parametrize("history", LEADS)
-def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, history: str) -> None:
+def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, history: str) -> None:
     """But for turns that are not to be learned, which stay as they are."""
     questions = [{"role": "user", "content": text} for text in ("so?", "and?", "then?")]
     kept = {"role": "assistant", "content": "kept", "weight": 0}
-    run, _ = bench(chatting(tmp_path, tiny, history, SAID, questions[0], kept, questions[1], SAID, questions[2], SAID))
+    run, _ = bench(chatting(tmp_path, history, SAID, questions[0], kept, questions[1], SAID, questions[2], SAID))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
@@ -132,13 +124,13 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
     assert answers_in(run) == written
 
 
-def test_of_lists_of_variables_and_temperatures_each_chat_has_its_own_in_all_turns(tmp_path, tiny) -> None:
+def test_of_lists_of_variables_and_temperatures_each_chat_has_its_own_in_all_turns(tmp_path) -> None:
     asked = [SAID, {"role": "user", "content": "and?"}, SAID]
     template = "{% for m in messages %}<{{ m.role }}{{ mood }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
     template += "{% endfor %}{% if add_generation_prompt %}<assistant{{ mood }}>{% endif %}"
     written, several = {}, [0.0, 1.0, 0.5]
     for temperature in (1.0, 0.0, several):
-        settings = chatting(tmp_path / str(temperature), tiny, "as it was", *asked)
+        settings = chatting(tmp_path / str(temperature), "as it was", *asked)
         settings.data.chat_template, settings.data.template_args = template, [{"mood": "A"}, {"mood": "B"}]
         settings.teacher.responses.temperature = temperature
         run, _ = bench(settings)
@@ -156,9 +148,9 @@ def test_of_lists_of_variables_and_temperatures_each_chat_has_its_own_in_all_tur
     assert written["0.0"] != written["1.0"]
 
 
-def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> None:
+def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path) -> None:
     call = SAID | {"content": "sky", "tool_calls": [{"type": "function", "function": {"name": "sky", "arguments": {}}}]}
-    run, printed = bench(chatting(tmp_path, tiny, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
+    run, printed = bench(chatting(tmp_path, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
     assert "12 chats are cut before a later turn, because a tool's recorded result does not fit" in printed.getvalue()
@@ -293,36 +285,17 @@ def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_t
 # -- answers of servers beside the target -----------------------------------------------------------------------------
 
 
-class Answers:
-    """A server of a model that samples as vLLM does, with settings of its own.
-
-    Args:
-        model: Whose answers they are.
-        top_k: It samples the most probable ids alone.
-        spoiled: From this request on the answers are those of another model.
-    """
-
-    def __init__(self, model: PreTrainedModel, top_k: int | None = None, spoiled: int = 1 << 30) -> None:
-        self.model, self.top_k, self.spoiled, self.lock = model.eval(), top_k, spoiled, threading.Lock()
-
-    @torch.no_grad()
-    def __call__(self, body: dict[str, Any], number: int) -> Reply:
-        ids, chance = list(body["prompt"]), torch.Generator().manual_seed(body.get("seed", 0))
-        with self.lock:
-            for _ in range(body["max_tokens"]):
-                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
-                if number >= self.spoiled:
-                    logits = -1e3 * logits
-                p = (logits / (body["temperature"] or 1e-4)).softmax(-1)
-                if self.top_k:
-                    p[p < p.topk(self.top_k).values[-1]] = 0
-                ids.append(int(torch.multinomial(p, 1, generator=chance)))
-                if ids[-1] in body.get("stop_token_ids", ()):
-                    break
-        return said(ids[len(body["prompt"]) :], "stop" if ids[-1] in body.get("stop_token_ids", ()) else "length")
+def spoiled(first: int) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """From this request on, the logits of another model."""
+    return lambda number, logits: -1e3 * logits if number >= first else logits
 
 
-@pytest.mark.parametrize(("signal", "temperature"), [("hidden", 1.0), ("topk", 0.0), ("online", 1.0)])
+def cut(_: int, logits: torch.Tensor) -> torch.Tensor:
+    """Sampling with a top_k of 20."""
+    return logits.masked_fill(logits < logits.topk(20).values[-1], -torch.inf)
+
+
+@pytest.mark.parametrize(("signal", "temperature"), [("topk", 0.0), ("online", 1.0)])
 def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kept(
     tmp_path, monkeypatch, signal: str, temperature: float
 ) -> None:
@@ -330,35 +303,35 @@ def test_answers_that_are_no_samples_of_the_target_are_refused_before_any_is_kep
     for place in ("distill.data.writing.FIRST", "distill.signal.target.FIRST"):
         monkeypatch.setattr(place, 8)
     monkeypatch.setattr("distill.run.EVERY", 1)
-    settings = answering(tmp_path, max_new_tokens=32, temperature=temperature)
-    settings.teacher.signal = signal
+    settings = answering(tmp_path, max_new_tokens=32 if temperature else 12, temperature=temperature)
+    settings.teacher.signal, settings.training.steps = signal, 8
     del settings.drafts["adaspec"]
-    target, engine = Run(begun(settings)).load_target(), settings.teacher.engine
-    for server in [Answers(target, spoiled=0), *[Answers(target, top_k=20)] * (temperature > 0)]:
-        with serving(server) as (url, bodies):
+    target, engine = Run(begun(settings)).load_target().eval(), settings.teacher.engine
+    answers = partial(StatesServer, target, [2], tmp_path)
+    for spoil_logits in [spoiled(0), *[cut] * (temperature > 0)]:
+        with serving(answers(spoil_logits=spoil_logits)) as (url, bodies):
             engine.urls = [url]
             with pytest.raises(UserError, match=r"no samples of the target: of 8 answers .*--generation-config vllm"):
                 run_tiny(settings)
         assert len(bodies) == 1 + 8  # with the first request of all
         assert not answers_in(Run(settings))
-    with serving(Answers(target, spoiled=1 + 8 + 3)) as (url, _):  # it turns bad after the first answers
+    put_aside = r"no samples of the target: .*what learned from them, are put aside"
+    with serving(answers(spoil_logits=spoiled(1 + 8 + 3))) as (url, _):  # it turns bad after the first answers
         engine.urls = [url]
-        with pytest.raises(
-            UserError, match=r"no samples of the target: .*what learned from them, are put aside"
-        ) as refused:
+        with pytest.raises(UserError, match=put_aside) as refused:
             run_tiny(settings)
     assert any(entry.name == "check_finite" for entry in refused.traceback) == (signal == "online")  # in the training
     left = {path.name for path in Run(settings).work.iterdir()}
     assert "target.json" in left
     assert not left & {"responses", "initial.json", "checkpoints-distillspec"}
     assert list((Run(settings).work / "responses.old-1").rglob("*.safetensors"))
-    with serving(Answers(target)) as (url, _):
+    with serving(answers()) as (url, _):
         engine.urls = [url]
         created, _, printed = run_tiny(settings)
     assert created == ["initial", "distillspec"]
     assert "of the first 8 answers" in printed
     assert ("servers with top_k 20 would be found with 100.0%" in printed) == (temperature > 0)
-    settings.training.steps, engine.urls = 11, ["http://127.0.0.1:9/v1"]
+    settings.training.steps, engine.urls = 7, ["http://127.0.0.1:9/v1"]
     assert run_tiny(settings)[0] == ["distillspec"]  # what is finished needs no server
 
 
@@ -378,7 +351,9 @@ def test_servers_that_are_not_there_or_say_neither_ids_nor_their_number_are_refu
 
 def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empty(tmp_path) -> None:
     settings = begun(answering(tmp_path, max_new_tokens=8))
-    good, server = Answers(Run(settings).load_target()), settings.teacher.engine
+    del settings.drafts["adaspec"]
+    settings.training.steps, server = 3, settings.teacher.engine
+    good = StatesServer(Run(settings).load_target().eval(), [2], tmp_path)
     server.in_flight = 1
 
     def dying(body: dict[str, Any], number: int) -> Reply:
@@ -448,13 +423,18 @@ def test_mixing_is_by_sample_in_the_share_asked_for(tiny) -> None:
     assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
 
 
-@pytest.mark.parametrize(("share", "source", "signal"), [(1.0, "dataset", "hidden"), (0.5, "target", "online")])
-def test_a_killed_run_ends_with_the_same_weights(tmp_path, share: float, source, signal) -> None:
+@pytest.mark.parametrize(
+    ("share", "source", "signal", "stage", "step"),
+    [(1.0, "dataset", "hidden", "adaspec", 11), (0.5, "target", "online", "distillspec", 7)],
+)
+def test_a_killed_run_ends_with_the_same_weights(tmp_path, share: float, source, signal, stage: str, step: int) -> None:
+    """It is killed between two refreshes, and after the last one."""
     settings = begun(tiny_settings(tmp_path / "undisturbed"))
-    responses = {"source": source, "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
+    if stage == "distillspec":
+        del settings.drafts["adaspec"]
+    responses = {"source": source, "max_new_tokens": 4, "refresh_every": 4, "batch_size": 8}
     settings.teacher.responses, settings.teacher.signal = ResponseSettings(**responses), signal
     for draft in settings.drafts.values():
         draft.on_policy = share
     run_tiny(settings)
-    # between two refreshes, and after the last one
-    check_killed_ends_alike(settings, tmp_path / "killed", {"distillspec": 7, "adaspec": 11})
+    check_killed_ends_alike(settings, tmp_path / "killed", {stage: step})

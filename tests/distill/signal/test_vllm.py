@@ -305,7 +305,7 @@ def test_an_engine_whose_answers_are_no_samples_is_refused_before_any_is_kept(tm
     settings = begun(standing(tmp_path, "", keep="float32"))
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16, temperature=1.0)
     target, temperature = Run(settings).load_target().eval(), 0.05
-    with serving(StatesServer(target, [2], tmp_path, temperature=lambda asked: asked * temperature)) as (url, _):
+    with serving(StatesServer(target, [2], tmp_path, spoil_logits=lambda _, logits: logits / temperature)) as (url, _):
         settings.teacher.engine.urls = [url]
         with pytest.raises(UserError, match=r"no samples of the target: of \d+ answers .*--generation-config vllm"):
             run_tiny(settings)

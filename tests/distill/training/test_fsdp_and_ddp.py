@@ -7,6 +7,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,10 @@ def work(folder: Path, ways: Iterable[str], rank: int, environment: dict[str, st
         if way == "refusals":
             refuse(folder, rank, world)
             continue
+        if way == "command":
+            with (folder / f"printed-{rank}.txt").open("w") as file, redirect_stdout(file):
+                command(["--config", str(folder / "command.yaml")])
+            continue
         run = Run(settings_of(way, folder / "several", world), Console(quiet=rank > 0))
         ranks.start(run.settings.trainer)
         with alone_in(run):
@@ -137,7 +142,12 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
-    return trained(tmp_path_factory.mktemp("distributed"), 2, ["refusals", *FAST])
+    folder = tmp_path_factory.mktemp("distributed")
+    settings = altered(settings_of("ddp", folder, 2), name="command", evaluation=False)
+    del settings.drafts["adaspec"]
+    write_settings(settings, folder / "command.yaml")
+    (Run(settings).work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it
+    return trained(folder, 2, ["refusals", "command", *FAST])
 
 
 def check_against_one(folder: Path, way: str, world: int) -> None:
@@ -175,6 +185,11 @@ def test_what_stops_one_process_is_told_by_all_with_its_number_and_machine(two) 
     assert "has the columns 'a'" in told["corpus"]
     assert re.match("trainer.attention is flash_attention_2", told["all"])  # which each of them finds
     assert not list(two.glob("disk*/*"))
+
+
+def test_the_command_trains_in_two_processes_of_which_the_first_prints(two) -> None:
+    assert [(two / f"printed-{rank}.txt").read_text().count("stage 4 of 4") for rank in range(2)] == [1, 0]
+    assert (two / "command/export/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("way", FAST)
