@@ -43,8 +43,8 @@ def equal_weights(weights: np.ndarray) -> Any:
 def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> tuple[float, Interval]:
     """Σa / Σb, or (Σa / Σb) / (Σc / Σd), and its interval by Student's t on the logarithm.
 
-    Its standard error is the jackknife's, its degrees of freedom those of the sum with the fewest `equal_weights`: a
-    percentile bootstrap, or n − 1 degrees of freedom, miss 7 to 16 % of the ratios of eight texts of uneven lengths.
+    Its standard error is the jackknife's, its degrees of freedom those of the sum with the fewest `equal_weights`: of
+    texts of uneven lengths, n − 1 degrees of freedom make the interval too narrow, and so does a percentile bootstrap.
     Where one observation has nearly all the weight (less than one degree of freedom), there is no interval.
 
     The observations, a and b or a, b, c and d each, are in clusters: all texts of a prompt are one.

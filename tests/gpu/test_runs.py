@@ -10,7 +10,6 @@ import pytest
 import torch
 from families import build_tiny, resembling
 from gpu_tests import CUDA, DEVICE, GPU, REAL, settings_in, there, with_ci
-from greedy import generate
 from rich.console import Console
 from tiny_run import altered, killed, run_tiny
 from transformers import AutoModelForCausalLM
@@ -121,13 +120,11 @@ def test_nothing_is_put_on_the_first_gpu_for_a_run_on_the_second(tmp_path: Path)
 
 
 @two
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_of_the_second_gpu_are_the_cpus(temperature: float) -> None:
-    plain, warp, texts = build_tiny("llama"), LogitsWarper(temperature), []
+def test_texts_of_the_second_gpu_are_the_cpus() -> None:
+    plain, warp, texts = build_tiny("llama"), LogitsWarper(1.0), []
     for device in ("cuda:1", "cpu"):
         own = there(plain, device)
         inputs = MethodInputs(open_runner(own), warp, open_draft_runner(there(resembling(plain, 0.15), device), own))
         out = decode(inputs.target, build("vanilla", inputs), warp, [3, 7, 1], max_new_tokens=16, rng=TorchRng(0))
         texts.append(out.ids)
     assert texts[0] == texts[1]
-    assert temperature or texts[0] == generate(plain, [3, 7, 1], 16)

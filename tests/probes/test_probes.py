@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from reading import draws_named, rounds_of
 from sklearn.linear_model import LogisticRegression
+from tiny_run import Killed
 
 from decode.core.sampling import LogitsWarper
 from decode.drafters.probe import confidence_features, load_probe, save_probes
@@ -228,10 +229,6 @@ def test_the_answer_says_first_what_the_probe_can_do_and_then_what_is_fastest() 
     assert answer(near, "greedy") == f"{first} {fastest}, not significantly different from layerskip: {of}"
     busy = added | {"self_speculation": [best | {"cpu_share": 0.9}]}
     assert answer(busy, "greedy") == f"{first} No speedup is reliable."
-
-
-class Killed(Exception):
-    """Stands for the end of a process."""
 
 
 class Kill(Callback):

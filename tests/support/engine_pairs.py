@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_tiny
+from families import build_tiny, resembling
 from heads import learned, learned_block, learned_head
 from pairs import make_tokenizer
 
@@ -48,10 +48,7 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     target = copy.deepcopy(build_tiny(family, **shape))
     end_texts(target, prompts)
-    draft, generator = copy.deepcopy(target), torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.add_(0.01 * weight.std() * torch.randn(weight.shape, generator=generator))
+    draft = resembling(target, 0.01, seed=5)
     pard = copy.deepcopy(draft)
     pard.config.pard_token = 7
     learned(ParallelDraft(pard, 5), target, prompts, 2 * steps, 1e-3)

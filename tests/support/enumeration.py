@@ -254,9 +254,8 @@ class Experiment:
 
     def next_distribution(self, text: list[int]) -> Tensor:
         """The target's warped distribution after `text`, from a forward over the whole of it."""
-        if self.forward is not None:
-            return self.warp(self.forward(text)[None], Prefixes.of([text]))[0]
-        return self.warp(next_logits(self.target, text)[None], Prefixes.of([text]))[0]
+        logits = next_logits(self.target, text) if self.forward is None else self.forward(text)
+        return self.warp(logits[None], Prefixes.of([text]))[0]
 
     @property
     def drafted(self) -> set[int]:
@@ -283,11 +282,9 @@ def joint_bias(
         texts = decode_texts(target, system, warp, prompts, rngs=rngs, max_new_tokens=tokens, **options)
         return tuple(token for text in texts for token in [*text.new_ids, -1])
 
-    def next_distribution(text: list[int]) -> torch.Tensor:
-        return warp(next_logits(target, text)[None], Prefixes.of([text]))[0]
-
     found = enumerate_runs(run)
     assert abs(sum(found.values()) - 1) < 1e-12
+    next_distribution = Experiment(target, warp, [], tokens).next_distribution
     wanted: Distribution = {(): 1.0}
     for prompt in prompts:
         own = autoregressive_distribution(next_distribution, prompt, tokens, options.get("stop_ids", ()))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+from families import resembling
 from tokenizers_of_kinds import byte_level
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -29,12 +29,7 @@ def make_pair(tiny: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, Pr
     """A target, and a draft with its weights a little off, so that about half of what it drafts is accepted."""
     target = copy.deepcopy(tiny("llama", vocab_size=280, max_position_embeddings=256, eos_token_id=0))
     target.generation_config.eos_token_id = 0
-    draft = copy.deepcopy(target)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.add_(0.1 * weight.std() * torch.randn(weight.shape, generator=generator))
-    return target, draft
+    return target, resembling(target, 0.1, seed=5)
 
 
 def save_pair(folder: Path, tiny: Callable[..., PreTrainedModel]) -> Path:

@@ -1,16 +1,13 @@
 """Teacher forcing the plain way, one text and one depth at a time: what `teacher_forced` must equal."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.sampling import LogitsWarper
-from decode.measure.acceptance import OfflineAlpha, offline_alphas
 from decode.models.heads.eagle import FeatureHead, output_head
-from decode.models.open import DraftModel
-from decode.models.texts import ForcedText, rows_of
+from decode.models.texts import rows_of
 
 
 def after(target: PreTrainedModel) -> Callable[[list[int]], Tensor]:
@@ -30,20 +27,6 @@ def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: i
     tokens = torch.tensor([list(ids)], device=model.device).clamp_(max=known - 1)
     keep = len(ids) - prompt_length + 1
     return model(input_ids=tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1]
-
-
-def offline_alpha(
-    target: PreTrainedModel, draft: DraftModel, texts: Iterable[ForcedText], warp: LogitsWarper
-) -> OfflineAlpha:
-    """`offline_alphas` of one draft, as first drafted token."""
-    return offline_alphas(target, {"": draft}, texts, warp)[""][0]
-
-
-def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
-    """`response_logits` of a draft; a feature head reads the target's true features."""
-    if isinstance(draft, FeatureHead):
-        return head_logits(draft, target, ids, prompt_length)
-    return response_logits(draft, ids, prompt_length)
 
 
 @torch.inference_mode()

@@ -46,17 +46,6 @@ def ratio(*columns: int) -> Judge:
     )
 
 
-def percentiles(*columns: int) -> Judge:
-    """The same with the percentile bootstrap over prompts."""
-    signs, chance = np.array([1, -1, -1, 1][: len(columns)]), np.random.default_rng(0)
-
-    def interval(drawn: np.ndarray) -> list[float]:
-        times = chance.multinomial(len(drawn), [1 / len(drawn)] * len(drawn), 300)
-        return np.percentile(np.prod((times @ drawn[:, columns]) ** signs, 1), [2.5, 97.5]).tolist()
-
-    return ratio(*columns)[0], interval
-
-
 def paired_speeds(drawn: np.ndarray) -> np.ndarray:
     return drawn[:, 3] / drawn[:, 2]
 
@@ -69,9 +58,6 @@ INTERVALS: dict[str, Judge] = {
         lambda drawn: median_interval(paired_speeds(drawn).tolist())[1] or [],
     ),
 }
-BOOTSTRAP = {f"{name}, percentile bootstrap": percentiles(*columns) for name, columns in {
-    "accepted length": (0, 1), "speedup of throughputs": (0, 2, 0, 3),
-}.items()}  # fmt: skip
 
 
 @cache
@@ -130,7 +116,7 @@ def rejected(p: Callable[[np.random.Generator, int], float], n: int, draws: int)
 
 if __name__ == "__main__":
     draws, prompts = int(sys.argv[1]) if sys.argv[1:] else 1000, (8, 24, 80)
-    kinds = {"the interval holds the true value": (INTERVALS | BOOTSTRAP, covered), "p < 0.05": (NULLS, rejected)}
+    kinds = {"the interval holds the true value": (INTERVALS, covered), "p < 0.05": (NULLS, rejected)}
     for title, (judges, share) in kinds.items():
         rows = [[name, *(f"{share(judge, n, draws):.1%}" for n in prompts)] for name, judge in judges.items()]
         print(markdown_table([title, *(f"{n} prompts" for n in prompts)], rows), end="\n\n")

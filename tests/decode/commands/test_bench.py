@@ -6,7 +6,6 @@ import pytest
 from families import build_architecture
 from heads import make_block_head, make_head
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
-from plain_logits import offline_alpha
 
 from decode.commands import profile as profile_command
 from decode.commands.bench import bench, chosen_methods, draft_names, open_session, run
@@ -17,6 +16,7 @@ from decode.core.sampling import LogitsWarper
 from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.rest import Datastore
 from decode.errors import UserError
+from decode.measure.acceptance import offline_alphas
 from decode.measure.costs import speedups_by_length
 from decode.methods import Parts
 from decode.models.open import Pair
@@ -113,7 +113,8 @@ def test_alpha_is_measured_on_the_targets_own_texts(pair):
     warp, items = LogitsWarper(temperature=1.0), result.session.items(make_suite())
     answers = result.session.written([i.ids for i in items], warp)
     texts = [(i.ids + answer, len(i.ids)) for i, answer in zip(items, answers)]
-    assert result.alpha.mean == pytest.approx(offline_alpha(pair.target, pair.draft, texts, warp).mean)
+    (offline,) = offline_alphas(pair.target, {"draft": pair.draft}, texts, warp)["draft"]
+    assert result.alpha.mean == pytest.approx(offline.mean)
     assert 0 < result.alpha.mean < 1
 
 

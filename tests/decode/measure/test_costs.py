@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 from pairs import make_pair, make_tokenizer
-from plain_logits import offline_alpha
 
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
@@ -75,7 +74,7 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     prompt = make_tokenizer()("Tom has 3 apples").input_ids
     parts = MethodInputs(runner, warp, open_runner(draft), options=MethodOptions(draft_length=length))
     out = decode(runner, build("vanilla", parts), warp, prompt, max_new_tokens=40)
-    alpha = offline_alpha(target, draft, [(out.ids, len(prompt))], warp)
+    (alpha,) = offline_alphas(target, {"draft": draft}, [(out.ids, len(prompt))], warp)["draft"]
     assert 0 < sum(alpha.texts[0]) < len(alpha.texts[0])
     lengths, tested = acceptance.replay([alpha.texts[0]], length)
     assert (sum(lengths.values()), tested) == (len(out.rounds), sum(r.tested for r in out.rounds))

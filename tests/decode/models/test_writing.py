@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES, VOCAB, build_architecture, build_tiny, resembling
 from greedy import generate
 from heads import make_block_head, make_head
-from plain_logits import draft_logits, head_logits, response_logits
+from plain_logits import head_logits, response_logits
 from reading import draws_named
 from torch.nn import functional
 from transformers import MptConfig, PreTrainedModel
@@ -154,7 +154,7 @@ def test_every_text_gets_its_own_logits(family: str, tokens: int, tiny, monkeypa
         torch.testing.assert_close(forced.p, response_logits(target, *text), rtol=1e-4, atol=1e-4)
         for name, model in models.items():
             (q,) = forced.q[name]
-            wanted = draft_logits(target, model, *text)
+            wanted = response_logits(model, *text)
             wanted = functional.pad(wanted, (0, 48 - wanted.shape[1]), value=-torch.inf)
             torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-4)
         for name, head in heads.items():
