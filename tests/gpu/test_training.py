@@ -34,12 +34,13 @@ BATCH = Schedule(some_rows(16).lengths, 4, seed=1)
 KINDS = ["language model", "eagle", "eagle3", "dflash", "dspark", "dflash2"]
 
 
-def fitted(module: Any, examples: Any, held: Any, device: str, folder: Path) -> list[dict[str, float]]:
-    """The learning curve of a module that the device trains for a few steps."""
+def fitted(module: Any, examples: Any, held: Any, device: str, folder: Path) -> tuple[list[Any], dict[str, Any]]:
+    """The learning curve and the weights of a module that the device trains for a few steps."""
     accelerator: Any = "cpu" if device == "cpu" else "gpu"
     trainer = TrainerSettings(accelerator=accelerator, devices=1, validate_every=2)
     data = DistillDataModule(TrainingBatches(examples, BATCH, 3), held)
-    return fit(module, data, trainer, folder / device, name=device, console=Console(quiet=True))[0]
+    history = fit(module, data, trainer, folder / device, name=device, console=Console(quiet=True))[0]
+    return history, module.model.cpu().state_dict()
 
 
 def distillation(kind: str, source: Any, device: str, *, selects: bool = False) -> tuple[DistillModule, list[Examples]]:
@@ -110,8 +111,7 @@ def test_a_training_that_selects_tokens_is_the_cpus(kind: str, tmp_path: Path) -
     for device in (DEVICE, "cpu"):
         module, (examples, held) = distillation(kind, "hidden", device, selects=True)
         losses.append(np.concatenate([examples.values(REFERENCE, n).ravel() for n in range(len(examples))]))
-        history = fitted(module, examples, held, device, tmp_path)
-        curves.append((history, module.model.cpu().state_dict()))
+        curves.append(fitted(module, examples, held, device, tmp_path))
         assert module.selected > 0
     np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-6)
     check_alike(*curves)
@@ -124,8 +124,7 @@ def test_next_tokens_are_learned_as_on_a_cpu(attention: Any, tmp_path: Path) -> 
         model = build_tiny("llama", seed=4).train()
         use_attention(model, attention)
         module = CausalLMModule(model, SGD, 3, seed=1)
-        history = fitted(module, some_rows(16, empty=[3]), some_rows(5, seed=3), device, tmp_path)
-        curves.append((history, module.model.cpu().state_dict()))
+        curves.append(fitted(module, some_rows(16, empty=[3]), some_rows(5, seed=3), device, tmp_path))
     check_alike(*curves)
 
 
