@@ -95,7 +95,6 @@ WAYS: dict[str, Callable[[Oracle, list[int], int], Draft]] = {
         [t if i % 3 or oracle.rounds % 2 == 0 else oracle.wrong(t) for i, t in enumerate(future[: min(6, depth)])]
     ),
     "empty": lambda oracle, future, depth: Draft(()),
-    "overlong": lambda oracle, future, depth: _chain((future + [0] * 20)[:12]),  # longer than the budget allows
     "tree": _tree,
 }
 
