@@ -9,7 +9,7 @@ RUN    ?= runs/quickstart
 PROMPT ?= Eva is 9 years old. Leo is 4 years older than Eva. How old is Leo now?
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training test-slow engines engine-vllm engine-llama engine-sglang test-engines lint docs picture clean clean-runs
+.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training bench-growth test-slow engines engine-vllm engine-llama engine-sglang test-engines lint docs picture clean clean-runs
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ test-gpu: $(READY)  ## run the tests of GPUs, on a pretended one where there is 
 
 gpu-report: $(READY)  ## measure tests, training, losses and decoding on one GPU, and write docs/gpu.md (eight minutes)
 	$(BIN)/python tests/benchmarks/gpu_report.py $(ARGS)
+
+bench-growth: $(READY)  ## costs that must not grow with a text or with the number of texts, at two lengths each
+	$(BIN)/python tests/benchmarks/growth.py $(ARGS)
 
 bench-training: $(READY)  ## training steps of AdaSPEC beside the same with the Trainer of Hugging Face
 	$(BIN)/python tests/benchmarks/training_speed.py $(ARGS)
