@@ -54,18 +54,21 @@ class Failure(Exception):
     """A request that failed."""
 
     why: str  # what happened
-    # late, gone: no answer; busy: the server has too much to do; refused: it does not take this request; denied: it has
-    # another key; missing: it has no such path; wrong: it is another server; broken: another try may help
+    # late, gone: no answer came in time, or at all; busy: the server has too much to do; refused: it does not take this
+    # request; denied: nor this key; missing: it has no such path; wrong: it serves something else; broken: it failed
     kind: str = "broken"
     pause: float = 0.0  # seconds after which the server wants to be asked again
 
 
 def connect(url: str, seconds: float) -> httpx.Client:
-    """Connections to a server, whose key stands in OPENAI_API_KEY; a request has so many seconds."""
+    """A client of a server, whose key is in OPENAI_API_KEY; its requests time out after ``seconds``.
+
+    Proxies of the environment are used for other machines alone.
+    """
     headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
-    abroad = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
+    remote = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
     times = httpx.Timeout(seconds, connect=CONNECT)
-    return httpx.Client(base_url=url, timeout=times, headers=headers, limits=httpx.Limits(), trust_env=abroad)
+    return httpx.Client(base_url=url, timeout=times, headers=headers, limits=httpx.Limits(), trust_env=remote)
 
 
 def ask(client: httpx.Client, path: str, body: Fields | None = None, **options: Any) -> httpx.Response:
@@ -114,9 +117,9 @@ def model_name(models: Sequence[Fields], names: Collection[str], url: str) -> st
     return found[0]
 
 
-def installed(made: Path) -> Path:
-    """A file that `make engines` makes: in the working directory if it is there, else in the checkout."""
-    return made.absolute() if made.is_file() else CHECKOUT / made
+def installed(file: Path) -> Path:
+    """Where `make engines` puts a file: in the working directory if it is there, else in the checkout."""
+    return file.absolute() if file.is_file() else CHECKOUT / file
 
 
 def room_for(draft_length: int) -> int:

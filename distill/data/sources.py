@@ -80,8 +80,7 @@ class SourceRows:
         """Note rows of a split that are not used as they are."""
         self.notes += sentences(split, left_out)
         for reason, row, detail in left_out:
-            if reason.endswith(" dropped"):
-                why = reason.removesuffix(" dropped")
+            if (why := reason.removesuffix(" dropped")) != reason:
                 self.dropped.append({"split": split, "row": row, "reason": why, "detail": detail})
 
 
