@@ -75,7 +75,7 @@ def _check_machine(run: Run) -> None:
             f"{torch.cuda.get_device_name(device)} has no bfloat16: set trainer.precision to 16-mixed or 32-true, and "
             "the dtype of a frozen target or student to float16 or float32"
         )
-    run.line("this processor is several times slower in bfloat16: set trainer.precision and models' dtype to auto")
+    run.line("this processor is slower in bfloat16: set trainer.precision and models' dtype to auto")
 
 
 def check_engine(run: Run) -> None:

@@ -121,7 +121,7 @@ class TrainerSettings:
     attention: Attention = "auto"
     """Attention by transformers' name. auto: sdpa where the model has it. flash_attention_2 needs bf16 on a GPU."""
     precision: Precision = "32-true"
-    """Lightning's precision. auto: bf16-mixed where the processor multiplies in bfloat16, else 32-true."""
+    """Lightning's precision. auto: bf16-mixed where products in bfloat16 are faster, else 32-true."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a fraction of the memory, a third more time. Not for heads."""
     validate_every: PositiveInt = 100

@@ -122,7 +122,7 @@ class ModelSettings:
     """Next-token training of the model; ignored for as_is."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Number format of a frozen model. auto: bfloat16 where the processor multiplies in it, else float32."""
+    """Number format of a frozen model. auto: bfloat16 where products in it are faster, else float32."""
     trust_remote_code: bool = False
     """Run Python code that a Hub repository brings along. Only for repositories that you have read."""
 

@@ -23,6 +23,7 @@ from distill import train
 from distill.checks import check_inputs
 from distill.config import DraftSettings
 from distill.config.models import StudentSettings
+from distill.networks.models import multiplies_bfloat16
 from distill.pipeline import run_pipeline, with_formats
 from distill.rehearse import shrink
 from distill.run import Run
@@ -161,6 +162,22 @@ def test_auto_is_bfloat16_where_that_is_fast(tmp_path, monkeypatch, can: bool) -
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
     with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16: set trainer.precision to 16-mixed"):
         check_inputs(run)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "avx512", "amx", "fast"),
+    [
+        ("AMD EPYC", True, False, True),
+        ("Intel Xeon", True, False, False),
+        ("Intel Xeon", True, True, True),
+        ("", False, False, False),
+    ],
+)
+def test_bfloat16_of_intel_processors_needs_amx(monkeypatch, cpu: str, avx512: bool, amx: bool, fast: bool) -> None:
+    monkeypatch.setattr("distill.networks.models.describe", lambda: {"cpu": cpu})
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert multiplies_bfloat16(torch.device("cpu")) is fast
 
 
 def test_servers_of_which_none_answers(tmp_path, monkeypatch) -> None:
