@@ -99,7 +99,8 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     """The id that stands in masked slots: one that no text holds, and neither pad nor the end of a text.
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
-    or the byte 0xFF of a byte-level vocabulary. ``rows`` are those of the target's embedding.
+    the byte 0xFF of a byte-level vocabulary, or the last special token that has no role and that the chat template does
+    not name. ``rows`` are those of the target's embedding.
 
     Raises:
         UserError: there is none.
@@ -108,8 +109,13 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     taken = {None, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     named = [token for token in known if any(part in token.lower() for part in UNUSED_NAMES)]
     reserved = [known[token] for token in named if token[:1] in "<[" or token in tokenizer.all_special_tokens]
-    behind = max(known.values(), default=-1) + 1
-    for choice in (tokenizer.mask_token_id, *sorted(reserved), behind, *map(known.get, UNWRITTEN)):
+    behind, named_by = (
+        max(known.values(), default=-1) + 1,
+        [*tokenizer.all_special_tokens, str(tokenizer.chat_template)],
+    )
+    special = [(i, str(token)) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    idle = sorted((i for i, token in special if not any(token in text for text in named_by)), reverse=True)
+    for choice in (tokenizer.mask_token_id, *sorted(reserved), behind, *map(known.get, UNWRITTEN), *idle):
         if choice not in taken and choice < rows:
             return int(choice)
     raise UserError(

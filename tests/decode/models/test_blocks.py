@@ -14,6 +14,7 @@ from plain_logits import after, response_logits
 from reading import on_host, watched
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
+from transformers import AddedToken
 
 from decode.core.draft import Drafts
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
@@ -233,11 +234,14 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
 
 
 def test_the_mask_is_a_token_that_no_text_holds() -> None:
-    def mask(*tokens: str, rows: int | None = None, **ids: int) -> int:
+    def mask(*tokens: str, rows: int | None = None, special: tuple[str, ...] = (), **ids: int) -> int:
         names = ["<pad>", "<eos>", *tokens]
+        added = {i: AddedToken(token, special=token in special) for i, token in enumerate(names)}
         vocabulary: Any = SimpleNamespace(
             **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "mask_token_id": None} | ids,
             all_special_tokens=("<pad>", "<eos>", "<|reserved_5|>"),
+            added_tokens_decoder=added,
+            chat_template="<turn>{{ messages }}",
             get_vocab=lambda: {token: i for i, token in reversed([*enumerate(names)])},  # in no order of ids
         )
         return mask_token(vocabulary, rows or len(names))
@@ -250,5 +254,8 @@ def test_the_mask_is_a_token_that_no_text_holds() -> None:
     assert mask("a", "b", rows=6) == 4  # a row of the embedding behind the ids
     assert mask("a", "ÿ") == 3
     assert mask("a", "<0xFF>") == 3
+    assert (
+        mask("<repo>", "<file>", "a", "<turn>", special=("<eos>", "<repo>", "<file>", "<turn>")) == 3
+    )  # as of SmolLM2
     with pytest.raises(UserError, match="add a special token"):
-        mask("a", "reserved", "<turn>")  # a word of texts
+        mask("a", "reserved", "<turn>", special=("<turn>",))  # a word of texts, and a token of the template
