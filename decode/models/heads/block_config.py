@@ -109,13 +109,11 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     taken = {None, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     named = [token for token in known if any(part in token.lower() for part in UNUSED_NAMES)]
     reserved = [known[token] for token in named if token[:1] in "<[" or token in tokenizer.all_special_tokens]
-    behind, named_by = (
-        max(known.values(), default=-1) + 1,
-        [*tokenizer.all_special_tokens, str(tokenizer.chat_template)],
-    )
-    special = [(i, str(token)) for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    idle = sorted((i for i, token in special if not any(token in text for text in named_by)), reverse=True)
-    for choice in (tokenizer.mask_token_id, *sorted(reserved), behind, *map(known.get, UNWRITTEN), *idle):
+    behind, roles = max(known.values(), default=-1) + 1, tokenizer.all_special_tokens
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = [i for token, i in special.items() if token not in roles and token not in str(tokenizer.chat_template)]
+    last = max(unused, default=None)
+    for choice in (tokenizer.mask_token_id, *sorted(reserved), behind, *map(known.get, UNWRITTEN), last):
         if choice not in taken and choice < rows:
             return int(choice)
     raise UserError(
